@@ -1,0 +1,3555 @@
+"""Documents in, markdown and raw HTML out: a client for Chandra OCR 2 on a vLLM server.
+
+    python ocr.py report.pdf scans/*.png --out ocr_out --url http://localhost:8000/v1
+
+The file reads in the order a page travels:
+    Settings     what a run is told, and the plain records that carry pages through it
+    Inputs       files, folders and lists -> documents, each with a place of its own in the output folder
+    Pages        a PDF page or an image -> the pixels Chandra was trained on -> PNG   (worker processes)
+    Asking       one request, its answer, the retry schedule, faults, how many requests at once
+    Reading      a raw reply -> blocks -> markdown and clean HTML
+    Writing      page files, resuming, the document put together                      (worker processes)
+    CPU engine   RapidOCR behind the same interface as the server
+    The run      one asyncio pipeline over the pages of all documents
+    Command      arguments, progress, summary, exit codes
+
+As a library: `ocr.run(["report.pdf"], "ocr_out", ocr.Settings(url=...), on_page=print)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import collections
+import contextlib
+import copy
+import dataclasses
+import email.utils
+import functools
+import hashlib
+import html
+import importlib.metadata
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import random
+import re
+import statistics
+import struct
+import sys
+import time
+import unicodedata
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+# Everything heavy (PDFium, Pillow, lxml, aiohttp, ...) is imported where it is used: the parent process never draws a
+# page, a worker never opens a connection, and `--help` answers at once.
+if TYPE_CHECKING:
+    import aiohttp
+    import pypdfium2 as pdfium
+    from lxml import etree
+    from PIL import Image
+
+__version__ = "0.1.0"
+
+T = TypeVar("T")
+
+# ---------------------------------------------------------------------------------------------------------- Settings
+
+DPI = 150  # the model card's
+MIN_PDF_SIDE = 1024  # px; a PDF page's short side is drawn at least this long
+MIN_IMAGE_SIDE = 1536  # px; an image file's short side is enlarged to this
+GRID = 28  # px; both sides of what is sent are multiples of it
+MIN_AREA, MAX_AREA = 1792 * 28, 3072 * 2048  # px; what is sent lies between them
+MAX_ASPECT = 200  # vLLM's image processor refuses longer strips
+MAX_DRAWN = 100_000_000  # px of one drawn PDF page; a larger page is drawn at a lower dpi
+MAX_IMAGE = 178_956_970  # px of one image file; Pillow calls more a decompression bomb
+MAX_TOKENS = 12_384  # of a reply, as Chandra asks
+PROMPT_TOKENS = 6_112  # the largest page and the prompt, as the server counts them
+RETRIES = 6  # after the greedy attempt
+RENDER_LIMIT = 60.0  # s for one page
+FORMS_LIMIT = 10.0  # s for PDFium to start a document's forms; some never do
+READ_LIMIT = 60.0  # s to read a reply and write its page
+WORKER_MEMORY = 6 << 30  # bytes of address space of one worker (Linux)
+WORKER_TASKS = 1000  # then a fresh process takes its place, so that leaks do not add up
+MOST_IN_FLIGHT = 1024
+PAGE_FAULTS = 6  # faults of one page while the server answers others
+
+OK, SUSPECT, FAILED = "ok", "suspect", "failed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told. Times are in seconds, sizes in pixels unless said otherwise."""
+
+    url: str = "http://localhost:8000/v1"
+    model: str | None = None  # None: the one the server lists
+    api_key: str | None = None
+    engine: str = "vllm"  # or "cpu": RapidOCR, in this process's children
+    dpi: int = DPI
+    max_tokens: int = MAX_TOKENS
+    retries: int = RETRIES
+    loop_stop: bool = False  # vLLM's repetition detector ends a looping reply early
+    concurrency: int | None = None  # requests in flight; None: follow the server
+    workers: int | None = None  # render processes; None: one a core
+    pages: str | None = None  # "1-5,8,12-", of each PDF
+    password: str | None = None
+    headers_footers: bool = False
+    images: bool = True
+    math: str = "dollars"  # or "brackets"
+    overwrite: bool = False
+    retry_suspect: bool = False
+    patience: float = 1800.0  # with a server that stopped answering
+    timeout: float = 1800.0  # for one reply: nothing is sent before it is whole
+    wait: float = 0.0  # for a server that is still starting
+
+
+class BadUsage(Exception):
+    """The run was asked for something that makes no sense; exit code 2."""
+
+
+class NoServer(Exception):
+    """No usable server; exit code 3."""
+
+
+class OutputError(Exception):
+    """The output cannot be written (disk full, no permission): going on would waste replies."""
+
+
+class DocumentError(Exception):
+    """A whole document cannot be read; the message says why and what to do."""
+
+
+class PageError(Exception):
+    """A page can have no reply; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file to read: its path as given or found, and the folder that its place in the output is relative to."""
+
+    source: Path
+    root: Path
+    searched: bool  # found in a folder: skipped in silence when it is no document
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file that opened: its kind, its pages and where they go."""
+
+    source: Path
+    kind: str  # "pdf" or "image"
+    pages: int
+    sha256: str
+    stamp: tuple[int, int]  # size in bytes, mtime in ns: it must not change while it is read
+    password: str | None = None
+    forms: bool = True
+    notes: tuple[str, ...] = ()
+    folder: Path = Path()
+    numbers: tuple[int, ...] = ()  # the pages asked for, from 1
+
+    @property
+    def name(self) -> str:
+        return short_name(self.folder.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A page as it is sent: base64 of its PNG, and what is known of the drawing."""
+
+    png: bytes
+    size: tuple[int, int]  # as drawn; pixel boxes count in these
+    sent: tuple[int, int]
+    dpi: float | None  # None for an image file
+    ink: float  # share of pixels that stand out from their surroundings
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One reply to a page: the sampling that asked for it, and how it ended."""
+
+    seed: int
+    temperature: float
+    top_p: float
+    text: str
+    finish_reason: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    seconds: float
+    repeats: bool
+
+    @property
+    def cut(self) -> bool:
+        return self.finish_reason in ("length", "repetition")
+
+    def record(self) -> dict[str, Any]:
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class PageResult:
+    """A page that is on disk."""
+
+    source: Path
+    folder: Path
+    number: int
+    status: str
+    reasons: tuple[str, ...] = ()
+    error: str | None = None
+    attempts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    cached: bool = False  # an earlier run's
+    reply_hash: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass
+class DocumentResult:
+    """A document and its pages so far; `error` when it could not be opened."""
+
+    source: Path
+    folder: Path | None = None
+    pages: dict[int, PageResult] = field(default_factory=dict)
+    error: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def count(self, status: str) -> int:
+        return sum(page.status == status for page in self.pages.values())
+
+
+@dataclass
+class RunResult:
+    """What a run did. `summary` is what run.json holds."""
+
+    documents: list[DocumentResult] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None  # why it ended early
+    exit_code: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------ Inputs
+
+IMAGE_SUFFIXES = frozenset(
+    (
+        ".apng .avif .avifs .bmp .blp .bufr .cur .dcx .dds .dib .emf .eps .fits .fli .flc .ftc .ftu .gbr .gif .heic .heif "
+        ".hif .icns .ico .iim .im .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .mic .mpo .msp .pbm .pcd .pcx .pfm "
+        ".pgm .png .pnm .ppm .psd .pxr .qoi .ras .rgb .rgba .sgi .tga .tif .tiff .webp .xbm .xpm"
+    ).split()
+)
+# The first bytes of a PDF and of the images people have, for files in a folder whose names say nothing.
+SIGNATURES = (b"%PDF-", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*", b"BM", b"\0\0\0\x0cjP  ", b"8BPS")
+
+
+def parse_pages(text: str) -> list[tuple[int, int | None]]:
+    """Reads "1-5,8,12-" into inclusive ranges from 1; None is an open end. Raises BadUsage."""
+    ranges: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})?\s*(-)?\s*([0-9]{1,9})?\s*", part)
+        first, dash, last = match.groups() if match else (None, None, None)
+        if not match or not (first or (dash and last)) or (last and not dash):
+            raise BadUsage(f"--pages: {part.strip()!r} is no page or range; write it like 1-5,8,12-")
+        low = int(first or 1)
+        high = (int(last) if last else None) if dash else low
+        if low < 1 or (high is not None and high < low):
+            raise BadUsage(f"--pages: {part.strip()!r} is no range; pages count from 1 and ranges go upwards")
+        ranges.append((low, high))
+    return ranges
+
+
+def choose_pages(ranges: Sequence[tuple[int, int | None]], count: int) -> tuple[int, ...]:
+    """The page numbers that `ranges` name in a document of `count` pages. Raises DocumentError for one outside."""
+    chosen: set[int] = set()
+    for low, high in ranges:
+        if low > count or (high or 0) > count:
+            said = str(low) if low == high else f"{low}-{high or ''}"
+            raise DocumentError(f"has {count} page{'s' * (count != 1)}, so --pages {said} is out of range")
+        chosen.update(range(low, (high or count) + 1))
+    return tuple(sorted(chosen))
+
+
+def read_list(name: str) -> Iterator[str]:
+    """The paths of `@list.txt`, or of standard input for `@-`: one a line, blank lines skipped."""
+    if name == "-":
+        lines: Iterable[str] = sys.stdin
+        for line in lines:
+            if line.strip("\r\n"):
+                yield line.strip("\r\n")
+        return
+    try:
+        # utf-8-sig: Windows editors put a byte order mark first, which is no part of the first path.
+        with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+            for line in lines:
+                if line.strip("\r\n"):
+                    yield line.strip("\r\n")
+    except OSError as e:
+        raise BadUsage(f"@{name}: cannot be read: {e.strerror}") from None
+
+
+def find_inputs(inputs: Iterable[str | Path], out: Path) -> Iterator[Found | tuple[Path, str]]:
+    """The files of `inputs` in order, folders searched; (path, error) for what cannot be read.
+
+    A path that starts with "@" names a list of paths, unless a file of that very name exists.
+    """
+    for item in inputs:
+        text = str(item)
+        if text.startswith("@") and not os.path.lexists(text):
+            yield from find_inputs(read_list(text[1:]), out)
+            continue
+        path = Path(item)
+        try:
+            if path.is_dir():
+                yield from search(path, path, out, set())
+            elif path.exists():
+                yield Found(path, path.parent, searched=False)
+            else:
+                yield path, "there is no such file or folder"
+        except (OSError, ValueError) as e:
+            yield path, f"cannot be read: {reason(e)}"
+
+
+def search(folder: Path, root: Path, out: Path, seen: set[tuple[int, int]]) -> Iterator[Found | tuple[Path, str]]:
+    """The documents below `folder`, by name. Links to folders are followed once each; the output folder is left out."""
+    try:
+        stat = folder.stat()
+        # Where inode numbers are 0 (some Windows file systems) the real path tells folders apart.
+        identity = (stat.st_dev, stat.st_ino or hash(folder.resolve()))
+        if identity in seen or (out.exists() and folder.resolve() == out.resolve()):
+            return
+        seen.add(identity)
+        with os.scandir(folder) as entries:
+            entries_by_name = sorted(entries, key=lambda entry: entry.name)
+    except OSError as e:
+        yield folder, f"the folder cannot be read: {reason(e)}"
+        return
+    for entry in entries_by_name:
+        if entry.name.startswith("."):
+            continue
+        path = folder / entry.name
+        try:
+            if entry.is_dir():
+                yield from search(path, root, out, seen)
+            elif entry.is_file() and looks_like_document(path):
+                yield Found(path, root, searched=True)
+        except OSError as e:
+            yield path, f"cannot be read: {reason(e)}"
+
+
+def looks_like_document(path: Path) -> bool:
+    """Whether a file of a searched folder is worth opening: by its name, or by its first bytes."""
+    if path.suffix.lower() == ".pdf" or path.suffix.lower() in IMAGE_SUFFIXES:
+        return True
+    try:
+        with open(path, "rb") as file:
+            head = file.read(16)
+    except OSError:
+        return False
+    return head.startswith(SIGNATURES) or head[4:8] == b"ftyp" or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, in one short line without images' bytes."""
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return clip(said)
+
+
+def clip(text: str, limit: int = 500) -> str:
+    """One line of at most `limit` characters; base64 left out, as servers echo whole images in their errors."""
+    text = re.sub(r"[A-Za-z0-9+/=]{100,}", "...", text)
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def show(path: Path) -> str:
+    """A path as a person can read it on one line, whatever bytes its name holds."""
+    text = str(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+
+
+def safe_part(part: str) -> str:
+    """A file name made of `part` that every file system takes: no separators, control or direction marks, 150 bytes."""
+    part = part.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    clean = "".join(
+        "_" if c in '<>:"/\\|?*' or unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in part
+    )
+    clean = clean.strip(" ").rstrip(".") or "_"
+    if WINDOWS_DEVICES.fullmatch(clean) or clean == "..":
+        clean = "_" + clean
+    return short_name(clean)
+
+
+def short_name(name: str, limit: int = 150) -> str:
+    """`name`, or as much of it as fits `limit` bytes with a hash of the rest."""
+    data = name.encode()
+    if len(data) <= limit:
+        return name
+    return data[: limit - 9].decode("utf-8", "ignore") + "-" + hashlib.sha256(data).hexdigest()[:8]
+
+
+# Names that a document's own folder holds: a document nested in it must not take them.
+RESERVED = re.compile(r"(pages|images|view|run\.json|.*\.(md|html|json|pdf))", re.IGNORECASE)
+
+
+def places(found: Found) -> Iterator[str]:
+    """Where a document may go, best first: its path below the root, with its extension, with its root's name, counted."""
+    relative = [safe_part(part) for part in found.source.relative_to(found.root).parts[:-1]]
+    stem, full = safe_part(found.source.stem), safe_part(found.source.name)
+    if not RESERVED.fullmatch(stem):
+        yield "/".join([*relative, stem])
+    yield "/".join([*relative, full])
+    parents = [safe_part(part) for part in Path(os.path.abspath(found.root)).parts[1:]]
+    for depth in range(1, len(parents) + 1):
+        yield "/".join([*parents[-depth:], *relative, stem])
+        yield "/".join([*parents[-depth:], *relative, full])
+    for number in itertools.count(2):
+        yield "/".join([*relative, f"{full}-{number}"])
+
+
+class Places:
+    """Gives each document a folder that no other document has, in this run or an earlier one into the same output."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.taken: dict[str, str] = {}  # as a case- and form-blind file system compares names -> source
+
+    def claim(self, found: Found) -> Path | None:
+        """The document's folder; None when the same file was given before. Writes nothing."""
+        source = self.identity(found.source)
+        for place in places(found):
+            key = unicodedata.normalize("NFC", place).casefold()
+            if self.taken.get(key) == source:
+                return None
+            if key not in self.taken and self.owner(self.out / place) in (None, source):
+                self.taken[key] = source
+                return self.out / place
+        raise AssertionError("places() never ends")
+
+    def identity(self, source: Path) -> str:
+        """The source's path relative to the output folder, so that both can be moved together."""
+        path = os.path.join(os.path.realpath(source.parent), source.name)
+        with contextlib.suppress(ValueError):  # on another drive
+            path = os.path.relpath(path, os.path.realpath(self.out))
+        return path.replace(os.sep, "/").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+    def owner(self, folder: Path) -> str | None:
+        """The source whose document lies in `folder`: None for nobody's, "?" for something that is no folder."""
+        with contextlib.suppress(OSError):
+            if not folder.is_dir():
+                return "?" if os.path.lexists(folder) else None
+            return read_json(folder / "source.json").get("source")
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from disk; {} when it is absent, half written or something else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------------------- Pages
+
+
+class Survey(NamedTuple):
+    """What a first look at a file tells."""
+
+    kind: str  # "pdf" or "image"
+    pages: int
+    sha256: str
+    stamp: tuple[int, int]
+    has_forms: bool
+    notes: tuple[str, ...]
+
+
+def survey(source: Path, password: str | None) -> Survey:
+    """Opens a file: what it is (by its bytes), how many pages. Raises DocumentError."""
+    try:
+        stamp, sha256 = file_stamp(source), ""
+        with open(source, "rb") as file:
+            head = file.read(1024)
+            if not head:
+                raise DocumentError("the file is empty")
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise DocumentError(f"cannot be read: {reason(e)}") from None
+    if b"%PDF-" in head:
+        with contextlib.closing(open_pdf(source, password)) as pdf:
+            pages = len(pdf)
+            if not pages:
+                raise DocumentError(
+                    "the PDF has no pages: PDFium finds no page tree in it; repair it (qpdf, mutool clean)"
+                )
+            form = pdf.get_formtype()
+        notes = ("an XFA form: only what its PDF pages hold can be drawn",) if form in (2, 3) else ()
+        return Survey("pdf", pages, sha256, stamp, form != 0, notes)
+    frames, notes = survey_image(source)
+    return Survey("image", frames, sha256, stamp, False, notes)
+
+
+def file_stamp(source: Path) -> tuple[int, int]:
+    stat = source.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def open_pdf(source: Path, password: str | None) -> pdfium.PdfDocument:
+    """A PDF opened by PDFium. Raises DocumentError with what is really wrong."""
+    import pypdfium2 as pdfium
+
+    try:
+        return pdfium.PdfDocument(source, password=password)
+    except pdfium.PdfiumError as e:
+        code = getattr(e, "err_code", None)
+        if code == 4:
+            need = (
+                "needs a password: give it with --password" if password is None else "does not open with this password"
+            )
+            raise DocumentError(f"the PDF {need}") from None
+        if code == 5:
+            raise DocumentError(
+                "the PDF is encrypted in a way PDFium does not know; decrypt it first (qpdf --decrypt)"
+            ) from None
+        raise DocumentError(
+            "the PDF is damaged: PDFium cannot find its pages; try to repair it (qpdf, mutool clean)"
+        ) from None
+
+
+def is_heif(head: bytes) -> bool:
+    """Whether the first bytes are a HEIC or HEIF container's (AVIF, its sibling, is Pillow's own)."""
+    brand = head[8:12]
+    return (
+        head[4:8] == b"ftyp" and brand not in (b"avif", b"avis") and (brand[:2] == b"he" or brand in (b"mif1", b"msf1"))
+    )
+
+
+@functools.cache
+def pillow() -> Any:
+    """Pillow's Image module, ready for hostile files: sizes are checked here before anything is decoded."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    with contextlib.suppress(ImportError):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    return Image
+
+
+def open_image(source: Path) -> Image.Image:
+    """An image file opened, not decoded. Raises DocumentError."""
+    try:
+        return pillow().open(source)
+    except Exception as e:  # Pillow's plugins raise whatever the file makes them raise
+        with source.open("rb") as file:
+            head = file.read(16)
+        if is_heif(head) and not importable("pillow_heif"):
+            raise DocumentError(
+                "a HEIC/HEIF image: install the package that reads it, pip install pillow-heif"
+            ) from None
+        if type(e).__name__ == "UnidentifiedImageError":
+            kind = "HEIC/HEIF image" if is_heif(head) else "PDF or image"
+            raise DocumentError(f"no readable {kind}: its first bytes are {head[:8]!r}") from None
+        raise DocumentError(f"the image cannot be read: {reason(e)}") from None
+
+
+def importable(name: str) -> bool:
+    try:
+        importlib.metadata.version(name.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def survey_image(source: Path) -> tuple[int, tuple[str, ...]]:
+    """The pages of an image file (every frame of a TIFF, the first of anything else) and what to say of them."""
+    with open_image(source) as image:
+        check_image_size(image.size)
+        try:
+            frames = getattr(image, "n_frames", 1)
+        except Exception as e:
+            raise DocumentError(f"the image cannot be read: {reason(e)}") from None
+        if frames > 1 and image.format == "TIFF":
+            return frames, ()
+        return 1, (f"the first of its {frames} frames is read",) if frames > 1 else ()
+
+
+def check_image_size(size: tuple[int, int]) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise DocumentError("the image has no pixels")
+    if width * height > MAX_IMAGE:
+        raise DocumentError(
+            f"the image claims {width} x {height} px, more than the {MAX_IMAGE // 1_000_000} megapixels that are decoded; "
+            "scale it down"
+        )
+
+
+# A worker keeps its last documents open: their pages come in turn, and fonts and tables are read once.
+OPEN_PDFS: collections.OrderedDict[tuple[Any, ...], pdfium.PdfDocument] = collections.OrderedDict()
+
+
+def opened_pdf(document: Document) -> pdfium.PdfDocument:
+    key = (document.source, document.stamp, document.password, document.forms)
+    if key not in OPEN_PDFS:
+        while len(OPEN_PDFS) >= 2:
+            OPEN_PDFS.popitem(last=False)[1].close()
+        pdf = open_pdf(document.source, document.password)
+        if document.forms:
+            pdf.init_forms()
+        OPEN_PDFS[key] = pdf
+    OPEN_PDFS.move_to_end(key)
+    return OPEN_PDFS[key]
+
+
+def start_forms(document: Document) -> None:
+    """Opens a PDF with its forms, in a worker that is ended when PDFium never comes back from it."""
+    opened_pdf(document)
+
+
+class Loaded(NamedTuple):
+    """A page's RGB pixels as Chandra loads them, before they are scaled."""
+
+    image: Image.Image
+    dpi: float | None
+    notes: tuple[str, ...]
+
+
+def load_page(document: Document, number: int, dpi: int) -> Loaded:
+    """One page of a document, drawn or decoded. Raises PageError."""
+    try:
+        if file_stamp(document.source) != document.stamp:
+            raise PageError("the file changed during the run; run again when it is whole")
+        if document.kind == "pdf":
+            return draw_page(opened_pdf(document), number - 1, dpi)
+        return load_image(document.source, number - 1)
+    except DocumentError as e:
+        raise PageError(str(e)) from None
+    except MemoryError:
+        raise PageError("the page needs more memory than a worker may use") from None
+    except OSError as e:
+        raise PageError(f"the file cannot be read any more: {reason(e)}") from None
+
+
+def draw_page(pdf: pdfium.PdfDocument, index: int, dpi: int) -> Loaded:
+    """A PDF page drawn as Chandra draws it: forms and annotations flattened into it, at `dpi` or more."""
+    import pypdfium2 as pdfium
+    from pypdfium2 import raw
+
+    notes: tuple[str, ...] = ()
+    try:
+        page = pdf[index]
+    except pdfium.PdfiumError:
+        raise PageError("PDFium cannot load this page; the PDF is damaged there") from None
+    try:
+        width, height = page.get_size()
+        scale, notes = drawing_scale(width, height, dpi)
+        # A page that was flattened shows it only when it is loaded again.
+        if raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY) != raw.FLATTEN_NOTHINGTODO:
+            page.close()
+            page = pdf[index]
+        try:
+            # PDFium writes RGB in the order Pillow wants it: no conversion of the whole page after.
+            bitmap = page.render(scale=scale, rev_byteorder=True)
+        except (pdfium.PdfiumError, ValueError) as e:
+            raise PageError(f"PDFium cannot draw this page: {reason(e)}") from None
+        image = bitmap.to_pil()
+        bitmap.close()
+        if is_xfa_placeholder(pdf, page):
+            notes += (XFA_PLACEHOLDER,)
+    except pdfium.PdfiumError:
+        raise PageError("PDFium cannot load this page; the PDF is damaged there") from None
+    finally:
+        page.close()
+    return Loaded(image if image.mode == "RGB" else image.convert("RGB"), scale * 72, notes)
+
+
+def drawing_scale(width: float, height: float, dpi: int) -> tuple[float, tuple[str, ...]]:
+    """Pixels a point for a page of this size in points, and a note when that is less than asked. Raises PageError."""
+    if not (width > 0 and height > 0 and math.isfinite(width * height)):
+        raise PageError("the page has no area: its boxes do not overlap or are empty")
+    check_aspect(width, height)
+    scale = max(MIN_PDF_SIDE / min(width, height) * 72, dpi) / 72
+    if math.ceil(width * scale) * math.ceil(height * scale) <= MAX_DRAWN:
+        return scale, ()
+    lower = math.sqrt(MAX_DRAWN / (width * height)) * 0.9999
+    return lower, (
+        f"drawn at {lower * 72:.0f} dpi, not {scale * 72:.0f}: the page measures {width:.0f} x {height:.0f} pt",
+    )
+
+
+def check_aspect(width: float, height: float) -> None:
+    """Raises PageError for a strip that the server refuses."""
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise PageError(
+            f"the page is {max(width, height) / min(width, height):.0f} times as long as wide ({width:.0f} x {height:.0f}) and "
+            f"the model takes {MAX_ASPECT} times at most; cut it into shorter pages"
+        )
+
+
+XFA_PLACEHOLDER = "an XFA form of which only the placeholder page can be drawn; print it to PDF in Adobe Reader first"
+
+
+def is_xfa_placeholder(pdf: pdfium.PdfDocument, page: pdfium.PdfPage) -> bool:
+    """Whether a page is the "Please wait..." that XFA forms show in readers without XFA."""
+    if pdf.get_formtype() not in (2, 3):
+        return False
+    text = page.get_textpage().get_text_range(0, 400).lower()
+    return "please wait" in text or ("adobe reader" in text and "upgrade" in text)
+
+
+def load_image(source: Path, frame: int) -> Loaded:
+    """An image file's frame as RGB, the right way up, enlarged as Chandra enlarges it. Raises PageError."""
+    image_module = pillow()
+    from PIL import ImageOps
+
+    with open_image(source) as opened:
+        try:
+            if frame:
+                opened.seek(frame)
+            check_image_size(opened.size)
+            check_aspect(*opened.size)
+            opened.load()
+            image = to_rgb(ImageOps.exif_transpose(opened))
+        except (DocumentError, PageError, MemoryError):
+            raise
+        except Exception as e:  # Pillow's plugins raise whatever the file makes them raise
+            raise PageError(f"the image cannot be decoded: {reason(e)}") from None
+    width, height = image.size
+    notes: tuple[str, ...] = ()
+    if min(width, height) < MIN_IMAGE_SIDE:
+        scale = MIN_IMAGE_SIDE / min(width, height)
+        if width * height * scale * scale > MAX_DRAWN:
+            scale = max(1.0, math.sqrt(MAX_DRAWN / (width * height)))
+            notes = (f"enlarged {scale:.1f} times only: the image measures {width} x {height} px",)
+        image = image.resize((int(width * scale), int(height * scale)), image_module.Resampling.LANCZOS)
+    return Loaded(image, None, notes)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any of Pillow's modes as RGB: what is transparent on white, deep greys by the range they use."""
+    image_module = pillow()
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        low, high = image.getextrema()
+        if not (math.isfinite(low) and math.isfinite(high)):  # type: ignore[arg-type]
+            raise ValueError("the image holds infinite values")
+        scale = 255 / (high - low) if high > low else 0.0  # type: ignore[operator]
+        flat = 0 if high > low else 255  # one grey all over is paper
+        if image.mode == "I;16B":
+            image = image.convert("I")
+        deep = image.convert("F") if image.mode != "F" else image
+        return deep.point(lambda v: v * scale + (flat - low * scale)).convert("L").convert("RGB")  # type: ignore[operator]
+    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
+        straight = image.convert("RGBA")
+        paper = image_module.new("RGBA", straight.size, "white")
+        return image_module.alpha_composite(paper, straight).convert("RGB")
+    return image.convert("RGB")
+
+
+def sent_size(width: int, height: int) -> tuple[int, int]:
+    """The size in pixels that Chandra scales a page to: whole blocks of GRID, area within its bounds."""
+    scale = 1.0
+    if width * height > MAX_AREA:
+        scale = (MAX_AREA / (width * height)) ** 0.5
+    elif width * height < MIN_AREA:
+        scale = (MIN_AREA / (width * height)) ** 0.5
+    across, down = max(1, round(width * scale / GRID)), max(1, round(height * scale / GRID))
+    aspect = width / height
+    while across * down * GRID * GRID > MAX_AREA and across * down > 1:
+        # The side whose loss keeps the aspect ratio better loses a block.
+        if down == 1 or (across > 1 and abs((across - 1) / down - aspect) < abs(across / (down - 1) - aspect)):
+            across -= 1
+        else:
+            down -= 1
+    return across * GRID, down * GRID
+
+
+def encode_png(image: Image.Image) -> bytes:
+    """An RGB image as PNG: no filter and ISA-L's fast deflate, a twentieth of the time of Pillow's own."""
+    from isal import isal_zlib
+
+    width, height = image.size
+    # Pillow pads every row to the stride with a zero, which is the next row's filter byte ("none") one place early.
+    rows = b"\0" + image.tobytes("raw", "RGB", 3 * width + 1, 1)[:-1]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", isal_zlib.crc32(data, zlib.crc32(kind)))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = isal_zlib.compress(rows, 1)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+INK = 0.0002  # share of pixels: less is dust, or a page with nothing on it
+
+
+def ink_share(image: Image.Image) -> float:
+    """The share of a page's pixels that stand out from what surrounds them: a shadow does not, a letter does."""
+    from PIL import ImageChops, ImageFilter
+
+    small = image.reduce(4).convert("L") if min(image.size) >= 64 else image.convert("L")
+    contrast = ImageChops.difference(small, small.filter(ImageFilter.BoxBlur(8)))
+    return sum(contrast.histogram()[40:]) / (small.width * small.height)
+
+
+def picture_of(document: Document, number: int, dpi: int) -> Picture:
+    """A page ready to be sent. Raises PageError."""
+    loaded = load_page(document, number, dpi)
+    size = sent_size(*loaded.image.size)
+    check_aspect(*size)
+    scaled = loaded.image
+    if scaled.size != size:
+        scaled = scaled.resize(size, pillow().Resampling.LANCZOS)
+    png = encode_png(scaled)
+    # The checksum of the pixels as they were deflated tells pages apart; it is there already.
+    fingerprint = f"{png[-16:-12].hex()}-{len(png)}"
+    return Picture(
+        base64.b64encode(png), loaded.image.size, size, loaded.dpi, ink_share(scaled), fingerprint, loaded.notes
+    )
+
+
+def start_worker(memory: int = WORKER_MEMORY) -> None:
+    """Runs first in a worker: a limit on its memory, and no connections or commands of its own.
+
+    The hook stops Python code only; a document that takes over PDFium is for the container to hold (see the README).
+    """
+    if sys.platform == "linux":
+        import resource
+
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    logging.disable(logging.CRITICAL)  # pypdfium2 and Pillow warn about files that are reported here already
+    import warnings
+
+    warnings.simplefilter("ignore")
+    sys.addaudithook(refuse_network)
+
+
+def refuse_network(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("socket.connect", "socket.bind", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
+        raise PermissionError(f"a render worker may not call {event}")
+
+
+# ------------------------------------------------------------------------------------------------------------ Asking
+
+
+@functools.cache
+def prompt() -> str:
+    """Chandra's layout prompt, to the letter: the model was trained on it."""
+    from chandra.prompts import OCR_LAYOUT_PROMPT
+
+    return str(OCR_LAYOUT_PROMPT)
+
+
+class Sampling(NamedTuple):
+    """How one attempt is sampled."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+def sampling(attempt: int) -> Sampling:
+    """Chandra's schedule: greedy first, then warmer; the seed is the attempt's number, so a rerun asks the same."""
+    if attempt == 0:
+        return Sampling(0.0, 0.1, 0)
+    return Sampling(min(round(0.2 * attempt, 1), 0.8), 0.95, attempt)
+
+
+@functools.lru_cache(maxsize=64)
+def request_frame(model: str, max_tokens: int, sampled: Sampling, loop_stop: bool) -> tuple[bytes, bytes]:
+    """The JSON body of a request, in two parts with the image's base64 between them: it is never parsed or copied.
+
+    Only fields that every server takes, no nulls: vLLM, mlx_vlm.server and llama.cpp refuse or ignore different ones.
+    """
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": [image, {"type": "text", "text": prompt()}]}],
+        "max_tokens": max_tokens,
+        "temperature": sampled.temperature,
+        "top_p": sampled.top_p,
+        "seed": sampled.seed,
+    }
+    if loop_stop:
+        body["repetition_detection"] = {"max_pattern_size": 64, "min_pattern_size": 1, "min_count": 64}
+    head, tail = json.dumps(body).encode().split(b"base64,@", 1)
+    return head + b"base64,", tail
+
+
+def repeats_at_end(text: str, cut: int = 0) -> bool:
+    """Chandra's rule: for some n up to 250, the last n characters stand there over int(4 (1 + 3 / n)) times in a row."""
+    text = text[:-cut] if cut else text
+    for n in range(1, min(250, len(text)) + 1):
+        times = int(4 * (1 + 3 / n)) + 1
+        # The cheap half of the test first: hardly any n gets past it.
+        if text[-2 * n : -n] == text[-n:] and text[-n * times :] == text[-n:] * times:
+            return True
+    return False
+
+
+def repeats(text: str) -> bool:
+    """Whether a reply is asked for again because it loops: the rule, for the reply and without its last 50 characters."""
+    return repeats_at_end(text) or (len(text) > 50 and repeats_at_end(text, cut=50))
+
+
+def repeated_tail(text: str) -> tuple[int, str]:
+    """Where the loop at a text's end begins, and what is repeated; (len(text), "") without one."""
+    best = (len(text), "")
+    for cut in (0, 50):
+        body = text[: len(text) - cut] if len(text) > cut else ""
+        for n in range(1, min(250, len(body)) + 1):
+            if body[-2 * n : -n] != body[-n:]:
+                continue
+            unit, start = body[-n:], len(body) - n
+            while start >= n and body[start - n : start] == unit:
+                start -= n
+            if (len(body) - start) // n > int(4 * (1 + 3 / n)):
+                best = min(best, (start, unit))
+                break
+    return best
+
+
+TAGS = re.compile(r"<[^<>]*>")
+
+
+def says_nothing(unit: str) -> bool:
+    """Whether a repeated unit holds no letter or digit: a form's blank rows, a contents page's dot leaders."""
+    # The unit may begin or end inside a tag, so what is left of a torn tag goes too.
+    text = TAGS.sub("", re.sub(r"^[^<>]*>", "", re.sub(r"<[^<>]*$", "", unit)))
+    return not any(c.isalnum() for c in text)
+
+
+def confirmed(first: Attempt, second: Attempt) -> bool:
+    """Whether the first retry says what the greedy reply said, whole, and only blank cells or leaders repeat in it."""
+    if first.cut or second.cut or not (first.repeats and second.repeats):
+        return False
+    words = re.findall(r"\w+", TAGS.sub(" ", first.text))
+    return words == re.findall(r"\w+", TAGS.sub(" ", second.text)) and all(
+        says_nothing(repeated_tail(attempt.text)[1]) for attempt in (first, second)
+    )
+
+
+def settled(attempts: Sequence[Attempt], retries: int) -> bool:
+    """Whether a page needs no further attempt."""
+    last = attempts[-1]
+    if not (last.cut or last.repeats) or len(attempts) > retries:
+        return True
+    return len(attempts) == 2 and confirmed(*attempts)
+
+
+def best_attempt(attempts: Sequence[Attempt]) -> int:
+    """Which attempt to keep: whole before cut off, not repeating before repeating, then the longer before its loop."""
+
+    def merit(index: int) -> tuple[bool, bool, int, int]:
+        attempt = attempts[index]
+        return not attempt.cut, not attempt.repeats, repeated_tail(attempt.text)[0], -index
+
+    return max(range(len(attempts)), key=merit)
+
+
+LOOP_TOKENS = re.compile(r"<[^<>]*>|\w{1,16}|[^\w\s]")
+
+
+def looping_share(text: str) -> float:
+    """The share of a reply's characters that lie in loops, wherever they are and however long the repeated unit.
+
+    A loop says the same tokens at least four times in a row over 200 characters, letters or digits among them.
+    """
+    tokens = LOOP_TOKENS.findall(text)
+    last: dict[tuple[str, ...], int] = {}
+    loops = run = period = 0
+
+    def measure(end: int) -> int:
+        said = tokens[end - run - period : end]
+        size = sum(map(len, said))
+        worth = run >= 3 * period and size >= 200 and not says_nothing("".join(said[:period]))
+        return size if worth else 0
+
+    for i in range(3, len(tokens)):
+        key = tuple(tokens[i - 3 : i + 1])
+        here = i - last.get(key, i)
+        last[key] = i
+        if here and here == period:
+            run += 1
+        else:
+            loops += measure(i) if period else 0
+            period, run = here, 4 if here else 0
+    loops += measure(len(tokens)) if period else 0
+    return min(1.0, loops / max(1, sum(map(len, tokens))))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said to one request."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    seconds: float
+
+
+class Fault(Exception):
+    """A request that got no reply for a reason that may pass: it is asked again, on the transport's patience."""
+
+    def __init__(self, message: str, retry_after: float | None = None, stale: bool = False, status: int | None = None):
+        super().__init__(message)
+        self.retry_after, self.stale, self.status = retry_after, stale, status
+
+
+class Refused(Exception):
+    """The server will never take this page; the message holds its words."""
+
+
+def error_words(body: str) -> str:
+    """The message in a server's error body, whatever its shape: vLLM's, FastAPI's, a proxy's text or HTML."""
+    with contextlib.suppress(ValueError):
+        data = json.loads(body)
+        if isinstance(data, dict):
+            said = data.get("error", data.get("detail", data.get("message", data)))
+            if isinstance(said, dict):
+                said = said.get("message", said)
+            return clip(said if isinstance(said, str) else json.dumps(said))
+    return clip(html.unescape(TAGS.sub(" ", re.sub(r"(?is)<(style|script|head)\b.*?</\1>", " ", body)))) or "no words"
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a Retry-After header asks for: a number or a date."""
+    if not value:
+        return None
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(value))
+    with contextlib.suppress(TypeError, ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    return None
+
+
+def read_answer(body: bytes, seconds: float) -> Answer:
+    """A chat completion's JSON as an Answer. Raises Fault for half a reply, or one that its server gave up."""
+    try:
+        data = json.loads(body)
+        choice = data["choices"][0]
+        message = choice["message"]
+        content, finish = message.get("content"), choice.get("finish_reason")
+        usage = data.get("usage") or {}
+        tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise Fault(f"the reply is no chat completion: {clip(body[:200].decode('utf-8', 'replace'))}") from None
+    if finish not in ("stop", "length", "repetition"):
+        # vLLM answers 200 with half a text and "abort" when it is being stopped.
+        raise Fault(f"the server gave the reply up (finish_reason {finish!r})")
+    if isinstance(content, list):  # some proxies return content in parts
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    counts = [n if isinstance(n, int) and not isinstance(n, bool) else None for n in tokens]
+    return Answer(content if isinstance(content, str) else "", finish, counts[0], counts[1], seconds)
+
+
+class Model(NamedTuple):
+    """What /v1/models says of the model that answers."""
+
+    name: str
+    root: str | None
+    max_model_len: int | None
+
+
+class Server:
+    """A server that speaks the OpenAI API: vLLM, mlx_vlm.server, llama.cpp, or a router before several."""
+
+    width: int | None = None  # as many requests in flight as it takes
+    limits: str | None = None
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.url = settings.url.rstrip("/")
+        self.model = Model("", None, None)
+        self.version: str | None = None
+        self.session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Server:
+        import aiohttp
+
+        headers = {"authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
+        # One session for all: aiohttp's pool costs the same at 1,024 connections as at 1 (httpx's does not: 26 ms of CPU
+        # a request at 640). vLLM closes idle connections after 5 s, so they are not kept that long here.
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+            timeout=aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=10.0),
+            headers=headers,
+            trust_env=True,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self.session:
+            await self.session.close()
+
+    async def get(self, url: str, timeout: float = 10.0) -> tuple[int, str]:
+        """Status and body of a GET. Raises OSError or TimeoutError."""
+        import aiohttp
+
+        assert self.session
+        try:
+            async with self.session.get(url, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
+                return response.status, await response.text(errors="replace")
+        except aiohttp.ClientError as e:
+            raise OSError(reason(e)) from None
+
+    async def connect(self) -> None:
+        """Finds the model to ask for. Raises NoServer, after `--wait` when the server is not up yet."""
+        deadline = time.monotonic() + self.settings.wait
+        while True:
+            try:
+                self.model = await self.find_model()
+                break
+            except NoServer:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(min(2.0, max(0.1, deadline - time.monotonic())))
+        with contextlib.suppress(OSError, TimeoutError, ValueError, AttributeError):
+            self.version = json.loads((await self.get(self.root + "/version"))[1]).get("version")
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    async def find_model(self) -> Model:
+        """The model that --model names or the only one served. Raises NoServer."""
+        status, body = 0, ""
+        try:
+            status, body = await self.get(self.url + "/models")
+            if status == 404 and not self.url.endswith("/v1"):
+                self.url += "/v1"
+                status, body = await self.get(self.url + "/models")
+        except (OSError, TimeoutError, ValueError) as e:
+            raise NoServer(f"no server answers at {self.url}/models: {reason(e)}") from None
+        if status in (401, 403):
+            raise NoServer(f"the server at {self.url} wants an API key: give the right one in OCR_API_KEY or --api-key")
+        try:
+            entries = json.loads(body)["data"]
+            models = [
+                Model(m["id"], m.get("root"), m.get("max_model_len") or (m.get("meta") or {}).get("n_ctx"))
+                for m in entries
+            ]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise NoServer(
+                f"{self.url}/models answered HTTP {status}, not a list of models: {error_words(body)}"
+            ) from None
+        return pick_model(models, self.settings.model, self.url)
+
+    async def check_model(self) -> None:
+        """After a time without answers: the server must be back with the same model. Raises NoServer, or Fault."""
+        try:
+            model = await self.find_model()
+        except NoServer as e:
+            if "no server answers" in str(e) or "not a list" in str(e):
+                raise Fault(str(e)) from None
+            raise
+        if model[:2] != self.model[:2]:
+            raise NoServer(
+                f"the server came back with another model: {model.name} ({model.root}), not {self.model.root}"
+            )
+
+    async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None]) -> Answer:
+        """One request. `png` (one base64 string) is emptied once it is sent, then `sent` is called.
+
+        Raises Fault, Refused or NoServer.
+        """
+        import aiohttp
+
+        assert self.session
+        frame = request_frame(self.model.name, self.settings.max_tokens, sampled, self.settings.loop_stop)
+        size = len(frame[0]) + len(png[0]) + len(frame[1])
+
+        async def body() -> AsyncIterator[bytes]:
+            image = memoryview(png.pop())
+            yield frame[0]
+            for start in range(0, len(image), 1 << 18):
+                yield image[start : start + (1 << 18)]  # type: ignore[misc]
+            yield frame[1]
+            del image
+            sent()
+
+        started = time.monotonic()
+        try:
+            async with self.session.post(
+                self.url + "/chat/completions",
+                data=body(),
+                headers={"content-type": "application/json", "content-length": str(size)},
+            ) as response:
+                said = await response.read()
+        except aiohttp.ServerDisconnectedError as e:
+            # A kept connection that the server closed meanwhile: says nothing about the server.
+            raise Fault(
+                f"the server closed the connection: {reason(e)}", stale=time.monotonic() - started < 1.0
+            ) from None
+        except TimeoutError:
+            raise Fault(f"no reply within {self.settings.timeout:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as e:
+            raise Fault(f"{type(e).__name__}: {reason(e)}", stale=isinstance(e, ConnectionResetError)) from None
+        if response.status == 200:
+            return read_answer(said, time.monotonic() - started)
+        words = f"HTTP {response.status}: {error_words(said.decode('utf-8', 'replace'))}"
+        if response.status in (401, 403):
+            raise NoServer(f"the server refuses the API key ({words}): give the right one in OCR_API_KEY or --api-key")
+        if response.status == 404:
+            await self.check_model()  # raises when the model is gone
+            raise Fault(words, status=404)
+        if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
+            raise Refused(f"the server refuses the page ({words})")
+        raise Fault(words, retry_after(response.headers.get("retry-after")), status=response.status)
+
+    async def alive(self) -> bool:
+        """Whether the server answers another, tiny page: then a page it keeps failing on is the page's own trouble."""
+        with contextlib.suppress(Fault, Refused):
+            from PIL import Image
+
+            png = base64.b64encode(encode_png(Image.new("RGB", (224, 224), "white")))
+            head, tail = request_frame(self.model.name, 1, sampling(0), False)
+            import aiohttp
+
+            assert self.session
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with self.session.post(
+                    self.url + "/chat/completions",
+                    data=head + png + tail,
+                    headers={"content-type": "application/json"},
+                    timeout=aiohttp.ClientTimeout(total=120),
+                ) as response:
+                    await response.read()
+                    return response.status == 200
+        return False
+
+
+def pick_model(models: Sequence[Model], wanted: str | None, url: str) -> Model:
+    """The model to ask for, never a guess: some servers unload their model when another is named. Raises NoServer."""
+    names = ", ".join(model.name for model in models) or "none"
+    if wanted is not None:
+        for model in models:
+            if model.name == wanted:
+                return model
+        raise NoServer(f"the server at {url} does not serve {wanted!r}; it serves: {names}")
+    if len(models) == 1:
+        return models[0]
+    likely = [model for model in models if "chandra" in model.name.lower()]
+    if len(likely) == 1:
+        return likely[0]
+    raise NoServer(
+        f"the server at {url} serves: {names}; name one with --model" if models else f"{url} serves no model"
+    )
+
+
+class Gate:
+    """Stops the sending when the server stops answering, and lets one page at a time through to try it again.
+
+    After `LIMIT` faults in a row the gate closes; the first reply opens it. A fault while it is closed makes the pause
+    before the next try longer. After `patience` seconds without a reply it raises NoServer.
+    """
+
+    LIMIT = 8  # faults in a row; a busy server's odd 503 does not close the gate
+
+    def __init__(self, patience: float, say: Callable[[str, str], None]):
+        self.patience, self.say = patience, say
+        self.open = asyncio.Event()
+        self.open.set()
+        self.trying = asyncio.Lock()
+        self.in_row = 0
+        self.replies = 0
+        self.since = 0.0  # when the first fault in a row came
+        self.last = ""
+        self.wake: Callable[[], Awaitable[None]] | None = None  # checks the server before the gate opens again
+
+    @contextlib.asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Waits until a request may be sent; when the gate is closed, as the only one that tries."""
+        while not self.open.is_set():
+            async with self.trying:
+                if self.open.is_set():
+                    break
+                left = self.patience - (time.monotonic() - self.since)
+                if left <= 0:
+                    raise NoServer(f"no reply for {self.patience:.0f} s: {self.last}")
+                await asyncio.sleep(min(left, backoff(self.in_row - self.LIMIT)))
+                try:
+                    if self.wake:
+                        await self.wake()
+                    yield
+                    self.succeeded()
+                except Fault as e:
+                    self.failed(e)
+                    raise
+                return
+        try:
+            yield
+        except Fault as e:
+            self.failed(e)
+            raise
+        self.succeeded()
+
+    def failed(self, fault: Fault) -> None:
+        if fault.stale:
+            return
+        if not self.in_row:
+            self.since = time.monotonic()
+        self.in_row += 1
+        self.last = str(fault)
+        if self.in_row >= self.LIMIT and self.open.is_set():
+            self.open.clear()
+            self.say("warning", f"the server stopped answering ({fault}); trying it with one page until it does")
+
+    def succeeded(self) -> None:
+        self.replies += 1
+        self.in_row = 0
+        if not self.open.is_set():
+            self.open.set()
+            self.say("info", "the server answers again")
+
+
+def backoff(tries: int) -> float:
+    """Seconds to wait before try `tries` (from 0): doubling from 1 to 30, with jitter so that pages do not march in step."""
+    return float(min(30.0, 2.0 ** min(tries, 5)) * random.uniform(0.5, 1.0))
+
+
+class Pace:
+    """How many requests are in flight at once: a fixed number, or one that follows the server.
+
+    Where the server tells how many requests wait (vLLM's /metrics), the limit doubles while none does and shrinks when
+    many do. Elsewhere it is judged by replies, an epoch at a time: it grows fourfold while that brings more, and falls
+    back to what the server can use when replies come in the order of their requests, each later than the one before,
+    as from a queue.
+    """
+
+    def __init__(self, fixed: int | None):
+        self.limit = fixed or 32
+        self.fixed = fixed is not None
+        self.in_flight = 0
+        self.most = 0
+        self.waiters: collections.deque[asyncio.Future[None]] = collections.deque()
+        self.metrics = False  # whether the server tells its queue; then replies are not judged
+        self.epoch = 0
+        self.samples: list[tuple[int, float, float]] = []  # order of sending, seconds a token, seconds
+        self.sent = 0
+        self.before: tuple[int, float] | None = None  # limit and rate of the epoch before
+        self.holding = 0  # epochs to wait before the next try to grow
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[Callable[[Answer], None]]:
+        """Waits for a place among the requests in flight; the block calls what it gets with the answer."""
+        if self.in_flight >= self.limit or self.waiters:
+            future = asyncio.get_running_loop().create_future()
+            self.waiters.append(future)
+            try:
+                await future
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled():
+                    self.leave()
+                raise
+        else:
+            self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        order, epoch = self.sent, self.epoch
+        self.sent += 1
+
+        def answered(answer: Answer) -> None:
+            if not self.fixed and not self.metrics and epoch == self.epoch:
+                size = (answer.completion_tokens or len(answer.text) / 3) + 100
+                self.samples.append((order, answer.seconds / size, answer.seconds))
+                self.judge()
+
+        try:
+            yield answered
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        self.admit()
+
+    def admit(self) -> None:
+        while self.waiters and self.in_flight < self.limit:
+            future = self.waiters.popleft()
+            if not future.done():
+                self.in_flight += 1
+                future.set_result(None)
+
+    def change(self, limit: float) -> None:
+        self.limit = int(min(MOST_IN_FLIGHT, max(1, limit)))
+        self.epoch += 1
+        self.samples.clear()
+        self.admit()
+
+    def follow(self, running: float, waiting: float) -> None:
+        """The server's own counts of requests it runs and holds in its queue."""
+        self.metrics = True
+        if waiting > max(4.0, running / 2):
+            self.change(max(running + max(4.0, running / 4), 1))
+        elif waiting <= max(1.0, running / 16) and self.waiters and self.in_flight >= self.limit:
+            self.change(self.limit * 2)
+
+    def judge(self) -> None:
+        """Ends an epoch when a quarter of its requests have their reply."""
+        count = len(self.samples)
+        if count < max(6, self.limit // 4):
+            return
+        by_order = sorted(self.samples)
+        costs = [cost for _, cost, _ in by_order]
+        if queued(costs):
+            # Little's law: what leaves a second times the time one takes on its own.
+            alone = min(seconds for _, _, seconds in by_order)
+            rate = count / max(seconds for _, _, seconds in by_order)
+            self.holding = 8
+            self.before = None
+            self.change(min(self.limit, math.ceil(1.25 * rate * alone) + 1))
+            return
+        cost = statistics.median(costs)
+        rate = self.limit / cost
+        if self.before and self.limit > self.before[0] and rate < 1.2 * self.before[1]:
+            self.holding, limit, self.before = 8, self.before[0], None
+            self.change(limit)
+        elif self.holding:
+            self.holding -= 1
+            self.change(self.limit)
+        elif self.waiters or self.in_flight >= self.limit:
+            self.before = (self.limit, rate)
+            self.change(self.limit * 4)
+        else:
+            self.change(self.limit)
+
+
+def queued(costs: Sequence[float]) -> bool:
+    """Whether replies came later the later they were asked for: the rank correlation of order and cost is strong."""
+    ranks = sorted(range(len(costs)), key=costs.__getitem__)
+    if costs[ranks[-1]] < 1.5 * costs[ranks[0]]:
+        return False
+    with contextlib.suppress(statistics.StatisticsError):
+        return statistics.correlation(range(len(costs)), costs, method="ranked") > 0.75
+    return False
+
+
+METRIC = re.compile(
+    r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[-+.\deE]+|NaN|\+?Inf)", re.MULTILINE
+)
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus text as name -> value, summed over engines; vLLM's names lose their "vllm:"."""
+    totals: dict[str, float] = {}
+    for match in METRIC.finditer(text):
+        with contextlib.suppress(ValueError):
+            name = match["name"].removeprefix("vllm:")
+            totals[name] = totals.get(name, 0.0) + float(match["value"])
+    return totals
+
+
+# ----------------------------------------------------------------------------------------------------------- Reading
+
+FIGURES = frozenset({"Image", "Figure"})
+RUNNING = frozenset({"Page-Header", "Page-Footer"})
+# Blocks that never hold others: a labelled div inside one means that its end tag is missing.
+LEAVES = RUNNING | {"Text", "Section-Header", "Caption", "Footnote", "Equation-Block", "Code-Block", "Blank-Page"}
+
+HTML_TAGS = frozenset(
+    (
+        "a abbr address article aside b bdi bdo big blockquote body br button caption center chem cite code col colgroup "
+        "dd del details dfn div dl dt em fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 head header hr "
+        "html i img input ins kbd label legend li link main map mark math menu meta nav ol optgroup option p pre q rp rt "
+        "ruby s samp section select small span strike strong style sub summary sup table tbody td textarea tfoot th thead "
+        "time title tr tt u ul var wbr"
+    ).split()
+)
+# Gone with all they hold: nothing in them was read from a page.
+ACTIVE_TAGS = frozenset(
+    "script style iframe frame object embed applet template noscript base link meta head title".split()
+)
+STRAY_LESS_THAN = re.compile(
+    rf"<(?!/?(?:{'|'.join(sorted(HTML_TAGS | ACTIVE_TAGS))}|svg)(?![\w@.:-])|!--)", re.IGNORECASE
+)
+MATHS = re.compile(r"(<math\b[^<>]*>)(.*?)(</math\s*>)", re.IGNORECASE | re.DOTALL)
+MATHML = re.compile(r"<(?!/?(?:m[a-z]+|semantics|annotation|br|i|b|sub|sup|span)\b[^<>]*>)", re.IGNORECASE)
+FENCE = re.compile(r"\A\s*```(?:html)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+# Never read from a page: control characters, soft hyphens, zero-width spaces, and the marks that are used below.
+UNSEEN = [*range(9), 11, 12, *range(14, 32), *range(127, 160), 0xAD, 0x200B, 0xFEFF, *range(0xFDD0, 0xFDF0)]
+CONTROL = dict.fromkeys(UNSEEN)
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the page: its label, its box (0-1000 on each axis; None when the reply gives none), what it holds.
+
+    `image` is the figure's file name once it is cropped; `inside` the labelled divs within.
+    """
+
+    label: str
+    bbox: Box | None
+    element: etree._Element
+    inside: tuple[Block, ...] = ()
+    image: str | None = None
+
+    @property
+    def html(self) -> str:
+        from lxml import etree
+
+        parts = [html.escape(self.element.text or "", quote=False)]
+        parts += [etree.tostring(child, encoding="unicode", method="html") for child in self.element]
+        return "".join(parts).strip()
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.element.itertext()).split())  # type: ignore[arg-type]
+
+
+def read_reply(raw: str) -> list[Block]:
+    """The blocks of a raw reply in order, by one parse. What lies outside the divs is kept as blocks without a box."""
+    root = parse_html(raw)
+    blocks: list[Block] = []
+    for element in top_level(root):
+        blocks.extend(block_of(element))
+    return blocks
+
+
+def parse_html(raw: str) -> etree._Element:
+    """A reply's tree under one div. Active elements are gone; a "<" that starts no tag is text."""
+    from lxml import etree
+
+    fenced = FENCE.match(raw)
+    text = (fenced[1] if fenced else raw).encode("utf-8", "replace").decode().translate(CONTROL)
+    text = MATHS.sub(lambda m: m[1] + MATHML.sub("&lt;", m[2]) + m[3], text)
+    text = STRAY_LESS_THAN.sub("&lt;", text)
+    if nesting(text) > 100:  # a reply that opens tags without end would exhaust the parser
+        text = html.escape(html.unescape(TAGS.sub(" ", text)), quote=False)
+    parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, no_network=True)
+    body = etree.fromstring(f"<html><body><div>{text}</div></body></html>", parser)
+    root = etree.Element("div")
+    if body is None:
+        return root
+    for element in list(body.iter(*ACTIVE_TAGS, "svg")):
+        if (parent := element.getparent()) is not None and element is not body:
+            keep_tail(element)
+            parent.remove(element)
+    # A stray </div> ends the wrapper early: whatever follows is its sibling.
+    for part in body.findall("body") or [body]:
+        for child in list(part):
+            append_contents(root, child) if child.tag == "div" and not child.attrib else root.append(child)
+    return root
+
+
+def nesting(text: str) -> int:
+    """How deep a text's tags nest, void tags aside."""
+    depth = deepest = 0
+    for match in re.finditer(r"<(/?)([a-zA-Z][\w-]*)", text):
+        if match[2].lower() in ("br", "hr", "img", "input", "wbr", "col"):
+            continue
+        depth = max(0, depth - 1) if match[1] else depth + 1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def keep_tail(element: etree._Element) -> None:
+    """Moves the text that follows an element to before it, so that it stays when the element goes."""
+    tail, before, parent = element.tail or "", element.getprevious(), element.getparent()
+    if not tail:
+        return
+    if before is not None:
+        before.tail = (before.tail or "") + tail
+    elif parent is not None:
+        parent.text = (parent.text or "") + tail
+    element.tail = None
+
+
+def append_contents(root: etree._Element, element: etree._Element) -> None:
+    """Puts what an element holds at the end of `root`, and what follows it."""
+
+    def add_text(text: str | None) -> None:
+        if text and len(root):
+            root[-1].tail = (root[-1].tail or "") + text
+        elif text:
+            root.text = (root.text or "") + text
+
+    add_text(element.text)
+    for child in list(element):
+        root.append(child)
+    add_text(element.tail)
+
+
+def top_level(root: etree._Element) -> Iterator[etree._Element]:
+    """The divs of a reply, and the runs of anything between them, each wrapped in a div of its own."""
+    from lxml import etree
+
+    stray = etree.Element("div")
+    stray.text = root.text
+    for child in list(root):
+        tail, child.tail = child.tail, None
+        if child.tag == "div":
+            if says_something(stray):
+                yield stray
+            stray = etree.Element("div")
+            if not child.get("data-label") and child.xpath(".//div[@data-label]"):
+                yield from top_level(child)  # a wrapper around the blocks
+            else:
+                yield child
+            stray.text = tail
+        else:
+            stray.append(child)
+            child.tail = tail
+    if says_something(stray):
+        yield stray
+
+
+def says_something(element: etree._Element) -> bool:
+    return bool("".join(element.itertext()).strip()) or element.find(".//img") is not None  # type: ignore[arg-type]
+
+
+def block_of(element: etree._Element) -> Iterator[Block]:
+    """A block, followed by those that only a missing end tag put inside it."""
+    label = (element.get("data-label") or "Text").strip()
+    nested = list(labelled_below(element))
+    if label in LEAVES:
+        for inner in nested:
+            keep_tail(inner)
+            inner.getparent().remove(inner)  # type: ignore[union-attr]
+        yield Block(label, parse_box(element.get("data-bbox")), element)
+        for inner in nested:
+            yield from block_of(inner)
+    else:
+        inside = tuple(block for inner in nested for block in block_of(inner))
+        yield Block(label, parse_box(element.get("data-bbox")), element, inside)
+
+
+def labelled_below(element: etree._Element) -> Iterator[etree._Element]:
+    """The labelled divs within an element that lie in no other labelled div within it."""
+    for child in element:
+        if child.tag == "div" and child.get("data-label"):
+            yield child
+        else:
+            yield from labelled_below(child)
+
+
+def parse_box(text: str | None) -> Box | None:
+    """Four numbers as a box; None for anything else (int() would take "1_0")."""
+    parts = re.findall(r"\S+", (text or "").replace(",", " "))
+    if len(parts) != 4 or not all(re.fullmatch(r"-?[0-9]{1,6}(\.[0-9]{1,6})?", part) for part in parts):
+        return None
+    x0, y0, x1, y1 = (float(p) if "." in p else int(p) for p in parts)
+    return x0, y0, x1, y1
+
+
+def pixel_box(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """A 0-1000 box in the pixels of a page of `size`, cut to the page."""
+    width, height = size
+    return (
+        max(0, int(box[0] * width / 1000)),
+        max(0, int(box[1] * height / 1000)),
+        min(width, int(box[2] * width / 1000)),
+        min(height, int(box[3] * height / 1000)),
+    )
+
+
+# Characters that mean something in markdown travel as noncharacters while a run of text is put together, so that what
+# the page says and what the markdown needs stay apart; `settle` turns them back, with a backslash only where a reader
+# would take the character for markup.
+SPECIAL = "\\`*_$[<&~"
+MARKS = {ord(c): chr(0xFDD0 + i) for i, c in enumerate(SPECIAL)}
+UNMARKS = {0xFDD0 + i: c for i, c in enumerate(SPECIAL)}
+BACKSLASH, TICK, STAR, UNDERSCORE, DOLLAR, BRACKET, LESS, AMPERSAND, TILDE = MARKS.values()
+HELD = re.compile("\ufde0([0-9]+)\ufde1")  # a formula or a code span, put in last
+PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How markdown is written. `ambiguous`: the page has $-maths, so a bare dollar sign needs its backslash."""
+
+    headers_footers: bool = False
+    images: bool = True
+    math: str = "dollars"
+    ambiguous: bool = False
+
+    @property
+    def delimiters(self) -> tuple[str, str, str, str]:
+        return ("\\(", "\\)", "\\[", "\\]") if self.math == "brackets" else ("$", "$", "$$", "$$")
+
+
+def to_markdown(
+    blocks: Sequence[Block], *, headers_footers: bool = False, images: bool = True, math: str = "dollars"
+) -> str:
+    """Markdown of a page's blocks: Chandra's text and structure without needless backslashes and entities.
+
+    `math`: "dollars" for $x$ and $$x$$, "brackets" for \\(x\\) and \\[x\\]. Tables stay HTML.
+    """
+    ambiguous = math == "dollars" and any(block.element.find(".//math") is not None for block in blocks)
+    style = Style(headers_footers, images, math, ambiguous)
+    parts: list[str] = []
+    for block in blocks:
+        if block.label == "Blank-Page" or (block.label in RUNNING and not headers_footers):
+            continue
+        try:
+            parts += block_markdown(block, style)
+        except RecursionError:
+            parts.append(block.text)
+    return "\n\n".join(part for part in parts if part.strip()).strip("\n")
+
+
+def block_markdown(block: Block, style: Style) -> list[str]:
+    """The paragraphs of one block."""
+    element = block.element
+    if block.label == "Code-Block" and element.find(".//pre") is None and element.find(".//code") is None:
+        return [code_block("".join(element.itertext()), "")]  # type: ignore[arg-type]
+    if block.label == "Section-Header" and not any(child.tag in HEADINGS for child in element.iter()):
+        return [f"## {' '.join(inline(element, style).split())}"] if block.text else []
+    if block.label in FIGURES:
+        return figure_markdown(block, style)
+    return flow(element, style)
+
+
+def figure_markdown(block: Block, style: Style) -> list[str]:
+    """A figure: its image where the reply has one (else last), its description, its data."""
+    element = copy.deepcopy(block.element)
+    images = list(element.iter("img")) if style.images else []
+    for i, image in enumerate(images):
+        if i == 0 and block.image:
+            image.set("src", block.image)
+        else:  # one figure is one file; what else it says of images is text
+            image.tag, image.text = "span", image.get("alt")
+    parts = flow(element, style)
+    return [*parts, f"![]({block.image})"] if block.image and style.images and not images else parts
+
+
+HEADINGS = {"h1": 1, "h2": 2, "h3": 3, "h4": 4, "h5": 5, "h6": 6}
+BLOCK_TAGS = frozenset(
+    (
+        "address article aside blockquote body center dd details div dl dt fieldset figcaption figure footer form h1 h2 "
+        "h3 h4 h5 h6 header hr legend li main menu nav ol p pre section summary table ul"
+    ).split()
+)
+
+
+def is_block(element: etree._Element) -> bool:
+    return element.tag in BLOCK_TAGS or (element.tag == "math" and element.get("display") == "block")
+
+
+def flow(element: etree._Element, style: Style) -> list[str]:
+    """An element's contents as paragraphs: runs of inline content, and the blocks between them."""
+    parts: list[str] = []
+    run: list[str] = []
+    held: list[str] = []
+
+    def flush() -> None:
+        text = paragraph("".join(run), held, style)
+        if text:
+            parts.append(text)
+        run.clear()
+        held.clear()
+
+    run.append(marked(element.text))
+    for child in element:
+        if is_block(child):
+            flush()
+            parts += block_element(child, style)
+        elif any(is_block(inner) for inner in child.iterdescendants()) and child.tag not in ("math", "code"):
+            flush()  # <b><p>...</p></b>: the markup cannot span paragraphs, the text stays
+            parts += flow(child, style)
+        else:
+            run.append(inline_element(child, held, style))
+        run.append(marked(child.tail))
+    flush()
+    return parts
+
+
+def block_element(element: etree._Element, style: Style) -> list[str]:
+    """A block-level element as paragraphs."""
+    tag = str(element.tag)
+    if tag in HEADINGS:
+        text = " ".join(inline(element, style).split())
+        return [f"{'#' * HEADINGS[tag]} {text}"] if text else []
+    if tag in ("ul", "ol", "menu"):
+        return [text] if (text := list_markdown(element, style)) else []
+    if tag == "table":
+        return [table_html(element, style)]
+    if tag == "pre":
+        return [code_block("".join(element.itertext()), code_language(element))]  # type: ignore[arg-type]
+    if tag == "hr":
+        return ["---"]
+    if tag == "math":
+        return [math_block(element, style)] if element_text(element).strip() else []
+    if tag == "blockquote":
+        return ["\n".join(f"> {line}".rstrip() for line in "\n\n".join(flow(element, style)).split("\n"))]
+    return flow(element, style)
+
+
+def element_text(element: etree._Element) -> str:
+    return "".join(element.itertext())  # type: ignore[arg-type]
+
+
+def marked(text: str | None) -> str:
+    """A text node with its white space folded and its special characters marked."""
+    if not text:
+        return ""
+    folded = re.sub(r"[ \t\r\n]*\n[ \t\r\n]*", "\n", text.replace("\r", "\n"))
+    return re.sub(r"[ \t]+", " ", folded).translate(MARKS)
+
+
+def inline(element: etree._Element, style: Style) -> str:
+    """An element's contents as one run of markdown, settled."""
+    held: list[str] = []
+    run = [marked(element.text)]
+    for child in element:
+        run += [inline_element(child, held, style), marked(child.tail)]
+    return settle("".join(run).strip(), held, style)
+
+
+WRAPS = {"b": "**", "strong": "**", "i": "*", "em": "*", "del": "~~", "s": "~~", "strike": "~~"}
+
+
+def inline_element(element: etree._Element, held: list[str], style: Style) -> str:
+    """An inline element as marked text. Formulas and code are kept in `held` and named by their place there."""
+    tag = str(element.tag)
+    if tag == "math":
+        text = element_text(element).strip()
+        return hold(math_inline(element, style), held) if text else ""
+    if tag in ("code", "kbd", "samp", "tt"):
+        text = " ".join(element_text(element).split())
+        return hold(code_span(text), held) if text else ""
+    if tag == "br":
+        return "  \n"
+    if tag == "img":
+        return hold(f"![{alt_text(element)}]({element.get('src')})", held) if element.get("src") else ""
+    if tag == "input":
+        return marked(input_text(element))
+    text = marked(element.text) + "".join(inline_element(child, held, style) + marked(child.tail) for child in element)
+    if tag in WRAPS and not inside_same(element):
+        return wrap(text, WRAPS[tag])
+    if tag == "sup" and ORDINAL.fullmatch(text) and (text_before(element)[-1:]).isdigit():
+        return text  # 10th
+    if tag in ("sub", "sup") and text.strip():
+        return hold(f"<{tag}>", held) + text + hold(f"</{tag}>", held)
+    if tag == "a" and leads_somewhere(element.get("href")):
+        return link(text, str(element.get("href")), held)
+    return f" {text} " if is_block(element) else text
+
+
+ORDINAL = re.compile(r"st|nd|rd|th|er|re|e|ème|o|a|º|ª")
+
+
+def text_before(element: etree._Element) -> str:
+    """The text right before an element, within its parent."""
+    before, parent = element.getprevious(), element.getparent()
+    return str((before.tail if before is not None else parent.text if parent is not None else "") or "")
+
+
+def inside_same(element: etree._Element) -> bool:
+    """Whether an element that means the same is around this one: `****x****` is not bold."""
+    return any(WRAPS.get(str(parent.tag)) == WRAPS[str(element.tag)] for parent in element.iterancestors())
+
+
+def wrap(text: str, mark: str) -> str:
+    """Text between marks, with its outer white space outside them."""
+    inner = text.strip()
+    if not inner:
+        return text
+    start = text.index(inner[0])
+    return text[:start] + mark + inner + mark + text[start + len(inner) :]
+
+
+def hold(text: str, held: list[str]) -> str:
+    held.append(text)
+    return f"\ufde0{len(held) - 1}\ufde1"
+
+
+def leads_somewhere(href: str | None) -> bool:
+    return bool(href and re.match(r"(https?://|mailto:)[^\s<>]+$", href.strip(), re.IGNORECASE))
+
+
+def link(text: str, href: str, held: list[str]) -> str:
+    href = re.sub(r"[\s<>]", "", href.strip())
+    said = text.translate(UNMARKS).strip()
+    if said in (href, re.sub(r"^(https?://|mailto:)", "", href)):
+        return hold(said, held)  # the address reads as itself
+    target = f"<{href}>" if re.search(r"[()]", href) else href
+    return hold("[", held) + re.sub(r"\]", r"\\]", text.strip()) + hold(f"]({target})", held) if text.strip() else ""
+
+
+def alt_text(element: etree._Element) -> str:
+    """An image's description on one line, as a link's text."""
+    return re.sub(r"([\[\]\\])", r"\\\1", " ".join((element.get("alt") or "").split()))
+
+
+def input_text(element: etree._Element) -> str:
+    """A form field as text: boxes as people type them, a field by its value."""
+    kind = (element.get("type") or "text").lower()
+    checked = element.get("checked") is not None and str(element.get("checked")).lower() != "false"
+    if kind == "checkbox":
+        return "[x]" if checked else "[ ]"
+    if kind == "radio":
+        return "(x)" if checked else "( )"
+    return element.get("value") or ""
+
+
+def latex(element: etree._Element) -> str:
+    """A formula's LaTeX without blank lines, which would end it, or delimiters of its own."""
+    text = re.sub(r"\s*\n\s*", "\n", element_text(element).strip())
+    text = re.sub(r"(?<!\\)((?:\\\\)+)(?=[()\]])", r"\1 ", text)  # a line break and "(" are no opening \(
+    for before, after in (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$")):
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before + after):
+            inner = text[len(before) : -len(after)]
+            if before not in inner and after not in inner:
+                return inner.strip()
+    return text
+
+
+def math_inline(element: etree._Element, style: Style) -> str:
+    opening, closing, opening_block, closing_block = style.delimiters
+    if element.get("display") == "block":
+        return f"{opening_block}{latex(element)}{closing_block}"
+    return f"{opening}{' '.join(latex(element).split())}{closing}"
+
+
+def math_block(element: etree._Element, style: Style) -> str:
+    _, _, opening, closing = style.delimiters
+    return f"{opening}{latex(element)}{closing}"
+
+
+def code_span(text: str) -> str:
+    """Inline code between more backticks than it holds in a row."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    ticks = "`" * (longest + 1)
+    return f"{ticks} {text} {ticks}" if longest and (text[0] == "`" or text[-1] == "`") else f"{ticks}{text}{ticks}"
+
+
+def code_block(text: str, language: str) -> str:
+    """Fenced code; the fence is longer than any in it."""
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`{3,}", text)), 3)
+    return f"{fence}{language}\n{text.strip(chr(10))}\n{fence}" if text.strip() else ""
+
+
+def code_language(element: etree._Element) -> str:
+    for part in (element, *element.iter("code")):
+        if match := re.search(r"(?:language-|lang-)?([\w+#-]{1,20})", part.get("class") or ""):
+            return match[1].removeprefix("language-").removeprefix("lang-")
+    return ""
+
+
+def list_markdown(element: etree._Element, style: Style) -> str:
+    """A list, its items tight, inner lists and paragraphs indented below their item."""
+    ordered = element.tag == "ol"
+    start = str(element.get("start") or "1")
+    number = int(start) if re.fullmatch(r"[0-9]{1,9}", start) else 1
+    lines: list[str] = []
+    if element.text and element.text.strip():
+        lines.append(settle(marked(element.text).strip(), [], style))
+    for child in element:
+        bullet = f"{number}. " if ordered else "- "
+        parts = (
+            flow(child, style)
+            if child.tag == "li"
+            else (block_element(child, style) if is_block(child) else [inline(child, style)])
+        )
+        if child.tag == "li":
+            number += 1
+        text = join_item(parts)
+        if text:
+            indent = " " * len(bullet)
+            lines.append(bullet + "\n".join(indent + line if line else "" for line in text.split("\n")).lstrip())
+        if child.tail and child.tail.strip():
+            lines.append(settle(marked(child.tail).strip(), [], style))
+    return "\n".join(lines)
+
+
+def join_item(parts: Sequence[str]) -> str:
+    """A list item's paragraphs: an inner list follows its text at once, anything else after a blank line."""
+    text = ""
+    for part in parts:
+        tight = re.match(r"(- |[0-9]+\. )", part)
+        text += ("\n" if tight else "\n\n") + part if text else part
+    return text
+
+
+TABLE_ATTRIBUTES = frozenset({"colspan", "rowspan", "align", "valign", "border", "scope", "class", "start", "type"})
+VOID = frozenset({"br", "hr", "img", "input", "wbr", "col"})
+
+
+def table_html(element: etree._Element, style: Style) -> str:
+    """A table as HTML without blank lines (they would end it in markdown), its maths delimited as outside."""
+    return re.sub(r"\s*\n\s*", "\n", "".join(clean_html(element, style))).strip()
+
+
+def clean_html(element: etree._Element, style: Style) -> Iterator[str]:
+    """An element as HTML text: harmless attributes only, form fields and maths as text."""
+    tag = CELL_TAGS.get(str(element.tag), str(element.tag))
+    if tag == "math":
+        yield cell_text(re.sub(r"([<&])(?=[A-Za-z#/!?])", r"\1 ", math_inline(element, style)))
+        return
+    if tag == "input":
+        yield cell_text(input_text(element))
+        return
+    if tag == "img":
+        return
+    kept = tag not in UNWRAPPED and (tag != "a" or leads_somewhere(element.get("href")))
+    if kept:
+        yield f"<{tag}{attributes(element)}>"
+    if tag in VOID:
+        return
+    lone = style.ambiguous and element.find("math") is not None
+    yield cell_text(element.text, lone)
+    for child in element:
+        yield from clean_html(child, style)
+        yield cell_text(child.tail, lone)
+    if kept:
+        yield f"</{tag}>"
+
+
+CELL_TAGS = {"strong": "b", "em": "i", "s": "del", "strike": "del"}
+UNWRAPPED = frozenset({"chem", "span", "font", "label", "div", "u", "small", "big", "mark", "ins", "center"})
+
+
+def attributes(element: etree._Element) -> str:
+    """An element's harmless attributes; spans only as the whole numbers they must be."""
+    said = []
+    for name, value in element.items():
+        if name in ("colspan", "rowspan"):
+            if re.fullmatch(r"[1-9][0-9]{0,2}|1000", value.strip()):
+                said.append(f' {name}="{value.strip()}"')
+        elif name in TABLE_ATTRIBUTES or (name == "href" and element.tag == "a"):
+            said.append(f' {name}="{html.escape(value)}"')
+    return "".join(said)
+
+
+def cell_text(text: str | None, lone_dollars: bool = False) -> str:
+    """A table's text: "<" and "&" as they are wherever HTML reads them so, as people and scorers search the markdown.
+
+    Beside maths a bare dollar sign gets an element of its own: a backslash would show in HTML.
+    """
+    text = re.sub(r"[ \t\r]+", " ", text or "")
+    escaped = re.sub(r"&(?=[A-Za-z#])", "&amp;", text)
+    escaped = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", escaped)
+    return escaped.replace("$", "<span>$</span>") if lone_dollars else escaped
+
+
+def paragraph(text: str, held: list[str], style: Style) -> str:
+    """A run of inline content as a paragraph: settled, and with no line that reads as something else."""
+    text = settle(text.strip(), held, style)
+    return "\n".join(guard_line(line) for line in text.split("\n")) if text else ""
+
+
+LINE_MARKUP = re.compile(
+    r"(#{1,6}(\s|$)|>|[+*]\s|(=+|-+|([-_*]\s*){3,}|\+|\*)\s*$|(`{3,}|~{3,})|\[[^\]]+\]:)"
+)  # a heading, quote, list, rule, underline, fence or link target; "-" and "1." read as themselves in a list too
+
+
+def guard_line(line: str) -> str:
+    """A line of text with a backslash before it when markdown would read it as markup."""
+    match = LINE_MARKUP.match(line.lstrip())
+    if not match or line.startswith(("![", "**")):
+        return line
+    return "\\" + line.lstrip()
+
+
+def settle(text: str, held: Sequence[str], style: Style) -> str:
+    """Marked text as markdown: special characters get a backslash only where a reader would take them for markup."""
+    if not text:
+        return ""
+    escaped = set(emphasis(text, STAR, "*")) | set(emphasis(text, UNDERSCORE, "_")) | set(strikes(text))
+    escaped |= set(dollars(text, style)) | set(ticks(text, held)) | set(links(text))
+    out: list[str] = []
+    for i, c in enumerate(text):
+        literal = UNMARKS.get(ord(c))
+        if literal is None:
+            out.append(c)
+            continue
+        follows = plain(text[i + 1 : i + 40])
+        if (
+            i in escaped
+            or (c == BACKSLASH and (follows[:1] in PUNCTUATION or follows[:1] == "\n"))
+            or (c == LESS and re.match(r"[A-Za-z/!?]", follows))
+            or (c == AMPERSAND and re.match(r"(#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);", follows))
+        ):
+            out.append("\\")
+        out.append(literal)
+    return HELD.sub(lambda m: spaced(m, held), "".join(out)) if held else "".join(out)
+
+
+def plain(text: str) -> str:
+    return text.translate(UNMARKS)
+
+
+def spaced(match: re.Match[str], held: Sequence[str]) -> str:
+    """What was held, apart from a letter or digit next to a formula's dollar sign, which would undo it."""
+    said = held[int(match[1])]
+    if not said.startswith("$"):
+        return said
+    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+    return (" " if before.isalnum() or before == "$" else "") + said + (" " if after.isalnum() or after == "$" else "")
+
+
+def flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
+    """Whether a run of delimiters text[start:end] is left- and right-flanking (CommonMark 6.2)."""
+    before, after = plain(text[start - 1 : start]) or " ", plain(text[end : end + 1]) or " "
+
+    def kind(c: str) -> int:
+        if c.isspace():
+            return 0
+        return 1 if c in PUNCTUATION or unicodedata.category(c)[0] in "PS" else 2
+
+    left, right = kind(after), kind(before)
+    return bool(left == 2 or (left == 1 and right < 2)), bool(right == 2 or (right == 1 and left < 2))
+
+
+def emphasis(text: str, mark: str, real: str) -> Iterator[int]:
+    """Where literal stars or underscores would pair up as emphasis, with each other or with real markup."""
+    runs = [(m.start(), m.end()) for m in re.finditer(re.escape(mark) + "+", text)]
+    if not runs:
+        return
+    opens, closes = [], []
+    for start, end in runs:
+        left, right = flanks(text, start, end)
+        if real == "_":  # inside a word an underscore is a letter
+            before, after = plain(text[start - 1 : start]), plain(text[end : end + 1])
+            left, right = left and (not right or before in PUNCTUATION), right and (not left or after in PUNCTUATION)
+        opens.append(left)
+        closes.append(right)
+    beside_markup = real in HELD.sub("", text)
+    pairs = any(opens[i] and any(closes[i + 1 :]) for i in range(len(runs)))
+    for (start, end), left, right in zip(runs, opens, closes, strict=True):
+        if (left or right) and (beside_markup or pairs):
+            yield from range(start, end)
+
+
+def strikes(text: str) -> Iterator[int]:
+    """Where literal tildes would strike text out."""
+    runs = [m for m in re.finditer(TILDE + "{1,2}(?!" + TILDE + ")", text) if any(flanks(text, m.start(), m.end()))]
+    if len(runs) > 1 or (runs and "~" in text):
+        for run in runs:
+            yield from range(run.start(), run.end())
+
+
+def dollars(text: str, style: Style) -> Iterator[int]:
+    """Where bare dollar signs would be read as maths: on a page with $-maths, or where two of them pair up."""
+    places = [i for i, c in enumerate(text) if c == DOLLAR]
+    if style.math == "brackets" or not places:
+        return
+    if style.ambiguous:
+        yield from places
+        return
+    opened = False
+    for i in places:
+        before, after = text[i - 1 : i], text[i + 1 : i + 2]
+        if opened and before and not before.isspace() and not after.isdigit():
+            yield from places
+            return
+        opened = opened or (bool(after) and not after.isspace())
+
+
+def ticks(text: str, held: Sequence[str]) -> Iterator[int]:
+    """Where literal backticks would make code."""
+    runs = list(re.finditer(TICK + "+", text))
+    if len(runs) > 1 or (runs and any(said.startswith("`") for said in held)):
+        for run in runs:
+            yield from range(run.start(), run.end())
+
+
+def links(text: str) -> Iterator[int]:
+    """Where literal brackets would make a link."""
+    for match in re.finditer(rf"{BRACKET}(?=[^\]]*\]\()", text):
+        yield match.start()
+
+
+# --- clean HTML
+
+SHOWN_TAGS = (
+    HTML_TAGS
+    - {"body", "head", "html", "main", "map", "math", "meta", "nav", "button", "fieldset", "form"}
+    - {"legend", "link", "select", "style", "textarea", "time", "optgroup", "option", "input", "bdi", "bdo"}
+)
+SHOWN_ATTRIBUTES = {
+    "*": {"class", "align"},
+    "a": {"href"},
+    "img": {"src", "alt"},
+    "li": {"value"},
+    "ol": {"start", "type"},
+    "table": {"border"},
+    "td": {"colspan", "rowspan", "valign"},
+    "th": {"colspan", "rowspan", "valign", "scope"},
+}
+
+
+def sanitize(text: str) -> str:
+    """HTML in which nothing runs and nothing is fetched: a browser may open it."""
+    import nh3
+
+    return nh3.clean(
+        text,
+        tags=set(SHOWN_TAGS),
+        attributes=SHOWN_ATTRIBUTES,
+        url_schemes={"http", "https", "mailto"},
+        strip_comments=True,
+    )
+
+
+def to_html(blocks: Sequence[Block], *, headers_footers: bool = False, images: bool = True) -> str:
+    """Clean HTML of a page's blocks, each in a div of its label; maths as LaTeX between \\( and \\)."""
+    parts = []
+    for block in blocks:
+        if block.label == "Blank-Page" or (block.label in RUNNING and not headers_footers):
+            continue
+        element = copy.deepcopy(block.element)
+        for image in element.iter("img"):
+            image.attrib.pop("src", None)  # a reply may name any address; only files cut from the page are shown
+        pictures = list(element.iter("img"))
+        if block.image and images:
+            picture = pictures[0] if pictures else element.makeelement("img")
+            if not pictures:
+                element.append(picture)
+            picture.set("src", block.image)
+        for formula in list(element.iter("math")):
+            opening, closing = ("\\[", "\\]") if formula.get("display") == "block" else ("\\(", "\\)")
+            said = f"{opening}{latex(formula)}{closing}"
+            for child in list(formula):
+                formula.remove(child)
+            formula.tag, formula.text = "span", said
+            formula.attrib.clear()
+            formula.set("class", "math")
+        for box in element.iter("input"):
+            box.tag, box.text = "span", input_text(box)
+        label = re.sub(r"[^\w-]", "", block.label) or "Text"
+        inner = Block(block.label, None, element).html
+        parts.append(sanitize(f'<div class="block {label}">{inner}</div>'))
+    return "\n".join(parts)
+
+
+REPLY_TAG = "|".join(sorted(SHOWN_TAGS | {"math", "input"}))
+REPLY_ATTRIBUTE = (
+    "class|colspan|rowspan|display|checked|type|border|value|alt|align|data-bbox|data-label|start|scope|valign|"
+    r"href(?==\"(?:https?:|mailto:|#|\"))|href(?='(?:https?:|mailto:|#|'))"
+)
+PLAIN_MARKUP = re.compile(
+    rf"""[^<]*(?:<(?:/?(?:{REPLY_TAG})(?:\s+(?:{REPLY_ATTRIBUTE})(?:="[^"<>]*"|='[^'<>]*')?)*\s*/?>|(?=[\s\d=.,;:)\-]))[^<]*)*""",
+    re.IGNORECASE,
+)
+
+
+def is_plain_markup(raw: str) -> bool:
+    """Whether a raw reply is nothing but the tags and attributes Chandra writes, so that a browser may open it as it is."""
+    return PLAIN_MARKUP.fullmatch(raw) is not None
+
+
+# ----------------------------------------------------------------------------------------------------------- Writing
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Writes a file whole or not at all: under a temporary name, then renamed. Text is UTF-8 with \\n line ends."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def write_json(path: Path, data: dict[str, Any], indent: int | None = None) -> None:
+    write_atomic(path, json.dumps(data, ensure_ascii=False, indent=indent) + "\n")
+
+
+def page_file(folder: Path, number: int, suffix: str) -> Path:
+    """pages/0001.md and its like."""
+    return folder / "pages" / f"{number:04d}{suffix}"
+
+
+def raw_reply(folder: Path, number: int) -> str:
+    """The exact reply that a page on disk was read from."""
+    record = read_json(page_file(folder, number, ".json"))
+    return record["raw"] if "raw" in record else page_file(folder, number, ".html").read_bytes().decode("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What decides a page's reply and its files: equal settings give equal files."""
+
+    model: str
+    engine: str
+    dpi: int
+    max_tokens: int
+    retries: int
+    loop_stop: bool
+    headers_footers: bool
+    images: bool
+    math: str
+    prompt_sha256: str
+
+    def key(self, sha256: str, number: int) -> str:
+        """Names everything that changes a page's reply; a page with another key is asked for anew."""
+        asked = [self.model, self.engine, self.dpi, self.max_tokens, self.retries, self.loop_stop, self.prompt_sha256]
+        return hashlib.sha256(json.dumps([sha256, number, *asked]).encode()).hexdigest()[:32]
+
+    def output(self) -> dict[str, Any]:
+        """What changes a page's files only: they are written again from the reply that is there."""
+        return {"headers_footers": self.headers_footers, "images": self.images, "math": self.math}
+
+
+@dataclass(frozen=True, slots=True)
+class PageJob:
+    """A page whose asking is over, on its way to disk."""
+
+    document: Document
+    number: int
+    wanted: Wanted
+    picture: Picture | None  # without its PNG
+    attempts: tuple[Attempt, ...]
+    error: str | None = None
+
+
+def finish_page(job: PageJob) -> PageResult:
+    """Reads a page's best reply and writes its files, the JSON last. Raises OutputError."""
+    folder, number = job.document.folder, job.number
+    try:
+        page_file(folder, number, ".json").parent.mkdir(parents=True, exist_ok=True)
+        record = failed_record(job) if job.error is not None else page_record(job)
+        write_json(page_file(folder, number, ".json"), record)
+        with contextlib.suppress(FileNotFoundError):
+            page_file(folder, number, ".attempts.json").unlink()
+    except OSError as e:
+        raise OutputError(f"{show(folder)}: cannot be written: {reason(e)}") from None
+    return result_of(record, job.document.source, folder, number)
+
+
+def failed_record(job: PageJob) -> dict[str, Any]:
+    for suffix in (".md", ".html"):
+        with contextlib.suppress(FileNotFoundError):
+            page_file(job.document.folder, job.number, suffix).unlink()
+    return {
+        "page": job.number,
+        "status": FAILED,
+        "reasons": [],
+        "error": job.error,
+        "key": job.wanted.key(job.document.sha256, job.number),
+        "attempts": [attempt.record() for attempt in job.attempts],
+    }
+
+
+def page_record(job: PageJob) -> dict[str, Any]:
+    """Writes a page's images, markdown and HTML and gives the JSON that makes it done."""
+    document, number, wanted = job.document, job.number, job.wanted
+    picture = job.picture
+    assert picture and job.attempts
+    kept = best_attempt(job.attempts)
+    raw = job.attempts[kept].text
+    blocks, notes = cut_figures(read_reply(raw), document, number, wanted)
+    markdown = to_markdown(blocks, **wanted.output())
+    folder = document.folder
+    write_atomic(page_file(folder, number, ".md"), markdown + "\n" if markdown else "")
+    plain_markup = is_plain_markup(raw)
+    encodable = raw.encode("utf-8", "surrogatepass").decode("utf-8", "replace") == raw
+    write_atomic(page_file(folder, number, ".html"), raw if plain_markup and encodable else to_html(blocks))
+    reasons = doubts(job, kept, blocks)
+    visible = "".join(block.text for block in blocks)
+    record = {
+        "page": number,
+        "status": SUSPECT if reasons else OK,
+        "reasons": reasons,
+        "error": None,
+        "notes": [*picture.notes, *notes],
+        "key": wanted.key(document.sha256, number),
+        "output": wanted.output(),
+        "image": {
+            "width": picture.size[0],
+            "height": picture.size[1],
+            "sent": list(picture.sent),
+            "dpi": round(picture.dpi, 2) if picture.dpi else None,
+            "ink": round(picture.ink, 6),
+            "fingerprint": picture.fingerprint,
+        },
+        "kept": kept,
+        "attempts": [attempt.record() for attempt in job.attempts],
+        "reply_hash": hashlib.blake2b(raw.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        if len(visible) >= 16
+        else None,
+        "blocks": [block_record(block, picture.size) for block in blocks],
+    }
+    if not (plain_markup and encodable):
+        record["raw"] = raw if encodable else raw.encode("utf-8", "backslashreplace").decode()
+    return record
+
+
+def block_record(block: Block, size: tuple[int, int]) -> dict[str, Any]:
+    """A block as JSON: `bbox` in 0-1000, `box` in pixels of the page as drawn."""
+    record: dict[str, Any] = {
+        "label": block.label,
+        "bbox": list(block.bbox) if block.bbox else None,
+        "box": list(pixel_box(block.bbox, size)) if block.bbox else None,
+        "html": block.html,
+    }
+    if block.image:
+        record["image"] = block.image.rpartition("/")[2]
+    if block.inside:
+        record["inside"] = [block_record(inner, size) for inner in block.inside]
+    return record
+
+
+def cut_figures(
+    blocks: Sequence[Block], document: Document, number: int, wanted: Wanted
+) -> tuple[list[Block], tuple[str, ...]]:
+    """Crops the page's figures to images/0001-01.webp and names them in their blocks."""
+    if not wanted.images or not any(block.label in FIGURES and block.bbox for block in blocks):
+        return list(blocks), ()
+    try:
+        page = load_page(document, number, wanted.dpi).image
+    except PageError as e:
+        return list(blocks), (f"figures not cut out: {e}",)
+    folder, found, count = document.folder / "images", [], 0
+    for block in blocks:
+        box = pixel_box(block.bbox, page.size) if block.label in FIGURES and block.bbox else None
+        if box and box[2] > box[0] and box[3] > box[1]:
+            count += 1
+            name = f"{number:04d}-{count:02d}.webp"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / name, encode_webp(page.crop(box)))
+            block = dataclasses.replace(block, image=f"../images/{name}")
+        found.append(block)
+    return found, ()
+
+
+def encode_webp(image: Image.Image) -> bytes:
+    import io
+
+    image.thumbnail((16383, 16383))  # WebP's limit
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=90)
+    return buffer.getvalue()
+
+
+def doubts(job: PageJob, kept: int, blocks: Sequence[Block]) -> list[str]:
+    """Why a page's reply is not to be trusted as it is; [] for one that is ok."""
+    attempt, picture = job.attempts[kept], job.picture
+    assert picture
+    reasons = []
+    if attempt.finish_reason == "length":
+        reasons.append(f"cut off after {attempt.completion_tokens or job.wanted.max_tokens} tokens")
+    elif attempt.finish_reason == "repetition":
+        reasons.append("stopped by the server's loop detector")
+    accepted = len(job.attempts) == 2 and confirmed(job.attempts[0], job.attempts[1])
+    if attempt.repeats and not accepted:
+        reasons.append("repeats itself at its end")
+    elif (share := looping_share(attempt.text)) >= 0.2:
+        reasons.append(f"{share:.0%} of the reply is a loop")
+    visible = sum(len(block.text) for block in blocks if block.label != "Blank-Page")
+    pictured = any(
+        block.label not in ("Text", "Blank-Page") and block.element.find(".//img") is not None for block in blocks
+    )
+    if not visible and not pictured and picture.ink >= INK:
+        reasons.append("an empty reply for a page with ink")
+    if visible > 100 and picture.ink < INK / 10:
+        reasons.append("much text for a page without ink")
+    if any(outside(block.bbox) for block in blocks if block.bbox):
+        reasons.append("boxes outside the page")
+    reasons += [note for note in picture.notes if note == XFA_PLACEHOLDER]
+    return reasons
+
+
+def outside(box: Box) -> bool:
+    """Whether a box reaches past the page, or has no area."""
+    x0, y0, x1, y1 = box
+    return min(x0, y0) < 0 or max(x1, y1) > 1000 or x0 > x1 or y0 > y1
+
+
+def result_of(record: dict[str, Any], source: Path, folder: Path, number: int, cached: bool = False) -> PageResult:
+    """A page's JSON as a PageResult."""
+    attempts = record.get("attempts") or []
+    return PageResult(
+        source,
+        folder,
+        number,
+        record["status"],
+        tuple(record.get("reasons") or ()),
+        record.get("error"),
+        len(attempts),
+        sum(attempt.get("completion_tokens") or 0 for attempt in attempts),
+        sum(attempt.get("seconds") or 0.0 for attempt in attempts),
+        cached,
+        record.get("reply_hash"),
+        (record.get("image") or {}).get("fingerprint"),
+    )
+
+
+def pages_done(document: Document, wanted: Wanted, retry_suspect: bool) -> tuple[dict[int, PageResult], bool]:
+    """The pages of an earlier run that stand, and whether the document was put together of them since.
+
+    Pages of which only the files are to differ are written again here.
+    """
+    done, newest = {}, 0
+    for number in document.numbers:
+        record = read_json(page_file(document.folder, number, ".json"))
+        if record.get("key") != wanted.key(document.sha256, number) or record.get("status") not in (OK, SUSPECT):
+            continue
+        if retry_suspect and record["status"] == SUSPECT:
+            continue
+        if not page_file(document.folder, number, ".html").exists():
+            continue
+        if record.get("output") != wanted.output() or not page_file(document.folder, number, ".md").exists():
+            record = rewrite_page(document, number, wanted, record)
+        done[number] = result_of(record, document.source, document.folder, number, cached=True)
+        newest = max(newest, page_file(document.folder, number, ".json").stat().st_mtime_ns)
+    together = document.folder / (document.name + ".json")
+    whole = read_json(document.folder / "source.json").get("pages") == spans(document.numbers)
+    return done, whole and together.exists() and together.stat().st_mtime_ns >= newest
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Page numbers as --pages takes them: 1-5,8."""
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def rewrite_page(document: Document, number: int, wanted: Wanted, record: dict[str, Any]) -> dict[str, Any]:
+    """Writes a page's files again from its reply, for other output settings."""
+    blocks, notes = cut_figures(read_reply(raw_reply(document.folder, number)), document, number, wanted)
+    markdown = to_markdown(blocks, **wanted.output())
+    write_atomic(page_file(document.folder, number, ".md"), markdown + "\n" if markdown else "")
+    size = (record["image"]["width"], record["image"]["height"])
+    record |= {"output": wanted.output(), "blocks": [block_record(block, size) for block in blocks]}
+    record["notes"] = [note for note in record.get("notes", []) if not note.startswith("figures not")] + list(notes)
+    write_json(page_file(document.folder, number, ".json"), record)
+    return record
+
+
+def save_attempts(document: Document, number: int, key: str, attempts: Sequence[Attempt]) -> None:
+    """Keeps the replies of a page that is asked again, so that a killed run does not ask for them twice."""
+    path = page_file(document.folder, number, ".attempts.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"key": key, "attempts": [dataclasses.asdict(attempt) for attempt in attempts]})
+    except OSError as e:
+        raise OutputError(f"{show(path)}: cannot be written: {reason(e)}") from None
+
+
+def load_attempts(document: Document, number: int, key: str) -> list[Attempt]:
+    record = read_json(page_file(document.folder, number, ".attempts.json"))
+    if record.get("key") != key:
+        return []
+    with contextlib.suppress(TypeError, KeyError):
+        return [Attempt(**attempt) for attempt in record["attempts"]]
+    return []
+
+
+def add_doubt(result: PageResult, doubt: str) -> PageResult:
+    """Makes a page on disk suspect for what other pages told. Raises OutputError."""
+    path = page_file(result.folder, result.number, ".json")
+    record = read_json(path)
+    if record.get("status") in (OK, SUSPECT) and doubt not in record["reasons"]:
+        record["status"] = SUSPECT
+        record["reasons"].append(doubt)
+        try:
+            write_json(path, record)
+        except OSError as e:
+            raise OutputError(f"{show(path)}: cannot be written: {reason(e)}") from None
+    return result_of(record, result.source, result.folder, result.number, result.cached)
+
+
+def claim_folder(document: Document, source: str) -> None:
+    """Makes a document's folder and writes whose it is. Raises OutputError."""
+    try:
+        document.folder.mkdir(parents=True, exist_ok=True)
+        if read_json(document.folder / "source.json").get("source") != source:
+            write_json(document.folder / "source.json", {"source": source})
+    except OSError as e:
+        raise OutputError(f"{show(document.folder)}: cannot be written: {reason(e)}") from None
+
+
+PAGE_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 1rem/1.5 Georgia, serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
+.page { border-top: 1px solid #8888; padding-top: .5rem; margin-top: 2rem; }
+.mark { font: .8rem system-ui, sans-serif; color: #777; }
+table { border-collapse: collapse; margin: 1rem 0; } td, th { border: 1px solid #8888; padding: .2rem .5rem; }
+img { max-width: 100%; } .math { font-family: monospace; } .Page-Header, .Page-Footer, .Footnote { font-size: .85rem; }
+.error { color: #b00020; } pre { overflow-x: auto; }
+@media print { .page { break-before: page; } }
+""".strip()
+
+
+def assemble(document: Document, wanted: Wanted) -> None:
+    """Puts a document together from its pages on disk: markdown, HTML, JSON, a page at a time. Raises OutputError."""
+    try:
+        for suffix, parts in (
+            (".md", markdown_parts(document)),
+            (".html", html_parts(document, wanted)),
+            (".json", json_parts(document)),
+        ):
+            path = document.folder / (document.name + suffix)
+            part = path.with_name(path.name + ".part")
+            with open(part, "w", encoding="utf-8", newline="\n", errors="replace") as file:
+                file.writelines(parts)
+            os.replace(part, path)
+        # Last, and read by the next run: which pages the document was put together of.
+        write_json(
+            document.folder / "source.json",
+            read_json(document.folder / "source.json") | {"pages": spans(document.numbers)},
+        )
+    except OSError as e:
+        raise OutputError(f"{show(document.folder)}: cannot be written: {reason(e)}") from None
+
+
+def markdown_parts(document: Document) -> Iterator[str]:
+    for i, number in enumerate(document.numbers):
+        path = page_file(document.folder, number, ".md")
+        text = path.read_text("utf-8").replace("](../images/", "](images/") if path.exists() else ""
+        said = "" if path.exists() else ": failed"
+        if i or number > 1 or said:
+            yield f"{chr(10) if i else ''}<!-- page {number}{said} -->\n{chr(10) if text else ''}"
+        yield text
+
+
+def html_parts(document: Document, wanted: Wanted) -> Iterator[str]:
+    title = html.escape(show(Path(document.source.name)))
+    policy = "default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'"
+    yield f'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    yield f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+    yield f"<style>\n{PAGE_STYLE}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+    for number in document.numbers:
+        record = read_json(page_file(document.folder, number, ".json"))
+        yield f'<section class="page" id="page-{number}">\n<p class="mark">Page {number}</p>\n'
+        if record.get("status") == FAILED or not record:
+            yield f'<p class="error">Failed: {html.escape(str(record.get("error", "not read")))}</p>\n'
+        else:
+            blocks = read_reply(raw_reply(document.folder, number))
+            names = [block.get("image") for block in record["blocks"]]
+            named = [
+                dataclasses.replace(block, image=f"images/{name}") if name else block
+                for block, name in itertools.zip_longest(blocks, names[: len(blocks)])
+            ]
+            yield to_html(named, headers_footers=wanted.headers_footers, images=wanted.images) + "\n"
+        yield "</section>\n"
+    yield "</body>\n</html>\n"
+
+
+def json_parts(document: Document) -> Iterator[str]:
+    head = {
+        "source": show(document.source),
+        "sha256": document.sha256,
+        "kind": document.kind,
+        "page_count": document.pages,
+    }
+    yield json.dumps(head | {"notes": list(document.notes)}, ensure_ascii=False)[:-1] + ', "pages": [\n'
+    for i, number in enumerate(document.numbers):
+        record = read_json(page_file(document.folder, number, ".json")) or {
+            "page": number,
+            "status": FAILED,
+            "error": "not read",
+        }
+        record.pop("raw", None)
+        attempts = record.get("attempts") or []
+        record["tokens"] = sum(attempt.get("completion_tokens") or 0 for attempt in attempts)
+        record["seconds"] = round(sum(attempt.get("seconds") or 0 for attempt in attempts), 3)
+        yield (",\n" if i else "") + json.dumps(record, ensure_ascii=False)
+    yield "\n]}\n"
+
+
+# -------------------------------------------------------------------------------------------------------- CPU engine
+
+
+class CpuEngine:
+    """RapidOCR in processes of this machine, answering as the server does: text lines only, no tables, maths or labels."""
+
+    limits = "text lines in reading order; no tables, maths, pictures or layout labels"
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.width = max(1, min(settings.concurrency or cores() // 2, cores()))
+        self.model = Model("rapidocr", None, None)
+        self.version = version_of("rapidocr")
+        self.root = ""
+        self.workers = Workers(self.width, functools.partial(start_recognizer, max(1, cores() // self.width)))
+
+    async def __aenter__(self) -> CpuEngine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.workers.stop()
+
+    async def connect(self) -> None:
+        """Raises NoServer when the engine is not installed."""
+        if not (importable("rapidocr") and importable("onnxruntime")):
+            raise NoServer("--engine cpu needs RapidOCR: pip install -r requirements-cpu.txt")
+        self.workers.start()
+
+    async def check_model(self) -> None:
+        """The engine is always the same."""
+
+    async def get(self, url: str, timeout: float = 10.0) -> tuple[int, str]:
+        return 404, ""
+
+    async def alive(self) -> bool:
+        return True
+
+    async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None]) -> Answer:
+        """A page read on this machine; the sampling makes no difference. Raises Refused."""
+        started = time.monotonic()
+        sent()
+        try:
+            text = await self.workers.run(self.settings.timeout, recognize_png, png.pop())
+        except (TimeoutError, Crashed) as e:
+            raise Refused(f"RapidOCR failed on the page: {reason(e)}") from None
+        return Answer(text, "stop", None, None, time.monotonic() - started)
+
+
+# ----------------------------------------------------------------------------------------------------------- The run
+
+Listener = Callable[[str, str], None]  # level ("info" or "warning") and a line of text
+
+
+class Workers:
+    """The processes that draw, read and write. One that hangs or dies costs its task one try, nothing else."""
+
+    def __init__(self, count: int, initializer: Callable[..., None], tasks: int = WORKER_TASKS):
+        self.count, self.initializer, self.tasks = count, initializer, tasks
+        self.pool: Any = None
+
+    def start(self) -> None:
+        from pebble import ProcessPool
+
+        # "spawn" on every platform: a fork of a process with threads and an event loop may hang.
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPool(self.count, self.tasks, initializer=self.initializer, context=context)
+
+    async def run(self, limit: float | None, function: Callable[..., T], *args: Any) -> T:
+        """A function's result from a worker. Raises TimeoutError past `limit` seconds, Crashed when the worker died."""
+        from concurrent.futures.process import BrokenProcessPool
+
+        from pebble.common import ProcessExpired
+
+        for last in (False, True):
+            pool = self.pool
+            try:
+                return await asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit))  # type: ignore[no-any-return]
+            except ProcessExpired as e:
+                raise Crashed(f"the worker process died (exit code {e.exitcode})") from None
+            except (BrokenProcessPool, RuntimeError):
+                # A worker that dies between tasks breaks the pool as a whole; a new one takes over, once a task.
+                if last or self.pool is None:
+                    raise
+                if self.pool is pool:
+                    self.stop()
+                    self.start()
+        raise AssertionError("the loop returns or raises")
+
+    def stop(self) -> None:
+        if self.pool is not None:
+            pool, self.pool = self.pool, None
+            pool.stop()
+            pool.join()
+
+
+class Crashed(Exception):
+    """A worker process died at its task: PDFium crashed, or its memory ran out."""
+
+
+class Slot:
+    """A place among the pages that are drawn and not sent yet; given back once."""
+
+    def __init__(self, ready: asyncio.Semaphore):
+        self.ready, self.held = ready, False
+
+    async def take(self) -> None:
+        if not self.held:
+            await self.ready.acquire()
+            self.held = True
+
+    def give_back(self) -> None:
+        if self.held:
+            self.held = False
+            self.ready.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts for a progress bar. `expected` grows while files are still being found."""
+
+    expected: int
+    done: int
+    ok: int
+    suspect: int
+    failed: int
+    cached: int
+    tokens: int  # of this run
+    in_flight: int
+    searching: bool
+
+
+async def run_async(
+    inputs: Iterable[str | Path],
+    out: str | Path,
+    settings: Settings,
+    *,
+    on_page: Callable[[PageResult], None] | None = None,
+    on_event: Listener | None = None,
+    on_totals: Callable[[Totals], None] | None = None,
+) -> RunResult:
+    """Reads documents into `out`. Raises BadUsage or NoServer before anything is sent; later faults are in the result."""
+    run = Run(Path(out), settings, on_page, on_event, on_totals)
+    return await run.go(list(inputs))
+
+
+def run(
+    inputs: Iterable[str | Path],
+    out: str | Path,
+    settings: Settings,
+    *,
+    on_page: Callable[[PageResult], None] | None = None,
+    on_event: Listener | None = None,
+    on_totals: Callable[[Totals], None] | None = None,
+) -> RunResult:
+    """`run_async` for code without an event loop. Ctrl-C raises KeyboardInterrupt once what arrived is on disk."""
+    return asyncio.run(run_async(inputs, out, settings, on_page=on_page, on_event=on_event, on_totals=on_totals))
+
+
+class Run:
+    """One run over all pages of all documents: find -> draw -> ask -> read and write -> put together."""
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        on_page: Callable[[PageResult], None] | None,
+        on_event: Listener | None,
+        on_totals: Callable[[Totals], None] | None,
+    ):
+        check_settings(settings)
+        self.out, self.settings = out, settings
+        self.on_page, self.on_event, self.on_totals = on_page, on_event, on_totals
+        self.ranges = parse_pages(settings.pages) if settings.pages else None
+        count = settings.workers or cores()
+        self.workers = Workers(count, start_worker)
+        # Enough drawn pages for every worker to have one waiting while it draws the next.
+        self.ready = asyncio.Semaphore(2 * count + 2)
+        self.lookahead = 2 * count
+        self.gate = Gate(settings.patience, self.say)
+        self.result = RunResult()
+        self.finishing: set[asyncio.Future[Any]] = set()
+        self.same: dict[str, list[PageResult]] = {}  # pages by their reply
+        self.amended: dict[Path, Document] = {}  # documents to put together once more
+        self.by_folder: dict[Path, tuple[Document, DocumentResult]] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.searching = True
+        self.started = time.time()
+
+    # -- saying
+
+    def say(self, level: str, text: str) -> None:
+        if self.on_event:
+            self.on_event(level, text)
+
+    def complain(self, source: Path, error: str, page: int | None = None) -> None:
+        self.say("warning", f"{show(source)}{f', page {page}' if page else ''}: {error}")
+
+    def show_totals(self) -> None:
+        if self.on_totals:
+            c = self.counts
+            done = c[OK] + c[SUSPECT] + c[FAILED]
+            numbers = (c["expected"], done, c[OK], c[SUSPECT], c[FAILED], c["cached"], c["tokens"], self.pace.in_flight)
+            self.on_totals(Totals(*numbers, self.searching))
+
+    # -- the whole
+
+    async def go(self, inputs: list[str | Path]) -> RunResult:
+        self.inputs = inputs
+        engine = CpuEngine(self.settings) if self.settings.engine == "cpu" else Server(self.settings)
+        async with engine as self.engine:
+            await self.engine.connect()
+            self.pace = Pace(self.settings.concurrency or self.engine.width)
+            self.gate.wake = self.engine.check_model
+            self.wanted = self.wanted_of(self.engine.model.name)
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                self.write_run()
+            except OSError as e:
+                raise BadUsage(f"--out {show(self.out)}: cannot be written: {reason(e)}") from None
+            self.places = Places(self.out)
+            self.workers.start()
+            follower = asyncio.create_task(self.follow_server())
+            try:
+                await self.all_pages(inputs)
+            except* (NoServer, OutputError) as group:
+                first = next(iter(flatten(group)))
+                self.result.stopped = str(first)
+                self.result.exit_code = 3 if isinstance(first, NoServer) else 1
+                self.say("warning", f"stopped: {first}")
+            finally:
+                follower.cancel()
+                # What arrived is paid for: it goes to disk even when the run was stopped.
+                await asyncio.gather(*self.finishing, return_exceptions=True)
+                self.workers.stop()
+                self.close()
+        return self.result
+
+    def close(self) -> None:
+        """Sums the run up and writes run.json."""
+        result = self.result
+        if not result.exit_code and not all(
+            doc.error is None and not doc.count(FAILED) and doc.folder for doc in result.documents
+        ):
+            result.exit_code = 1
+        result.summary = self.summary()
+        try:
+            self.write_run()
+        except OSError as e:
+            result.exit_code = result.exit_code or 1
+            self.say("warning", f"{show(self.out / 'run.json')}: cannot be written: {reason(e)}")
+
+    def write_run(self) -> None:
+        write_json(self.out / "run.json", self.result.summary or self.summary(), indent=1)
+
+    async def all_pages(self, inputs: list[str | Path]) -> None:
+        async with asyncio.TaskGroup() as group:
+            async for document, todo in self.documents(inputs):
+                for number in todo:
+                    slot = Slot(self.ready)
+                    await slot.take()
+                    group.create_task(self.page(document, number, slot))
+            self.searching = False
+            self.show_totals()
+        for document in self.amended.values():
+            await self.put_together(document)
+
+    # -- documents
+
+    async def documents(self, inputs: list[str | Path]) -> AsyncIterator[tuple[Document, list[int]]]:
+        """The documents that open and their pages to do, in order; a few are looked at ahead."""
+        ahead: collections.deque[asyncio.Task[tuple[Document, list[int]] | None]] = collections.deque()
+        try:
+            async for found in self.found(inputs):
+                ahead.append(asyncio.create_task(self.open(found)))
+                if len(ahead) >= self.lookahead and (document := await ahead.popleft()):
+                    yield document
+            while ahead:
+                if document := await ahead.popleft():
+                    yield document
+        finally:
+            for task in ahead:
+                task.cancel()
+
+    async def found(self, inputs: list[str | Path]) -> AsyncIterator[Found]:
+        """The files of the inputs, looked for in a thread, some at a time, so that a large shelf starts at once."""
+        search = find_inputs(inputs, self.out)
+        while batch := await asyncio.to_thread(lambda: list(itertools.islice(search, 64))):
+            for item in batch:
+                if isinstance(item, Found):
+                    yield item
+                else:
+                    self.result.documents.append(DocumentResult(item[0], error=item[1]))
+                    self.complain(*item)
+        if not self.result.documents and not self.counts["found"]:
+            self.say("warning", "no PDF or image found in the inputs")
+            self.result.documents.append(
+                DocumentResult(Path(str(inputs[0]) if inputs else "."), error="nothing to read")
+            )
+
+    async def open(self, found: Found) -> tuple[Document, list[int]] | None:
+        """A file's document, its place and the pages that an earlier run has not done; None when there is nothing to do."""
+        self.counts["found"] += 1
+        result = DocumentResult(found.source)
+        folder = self.places.claim(found)
+        if folder is None:
+            self.say("info", f"{show(found.source)}: given twice; read once")
+            return None
+        self.result.documents.append(result)
+        try:
+            document = await self.survey(found, folder)
+            claim_folder(document, self.places.identity(found.source))
+        except DocumentError as e:
+            result.error = str(e)
+            self.complain(found.source, str(e))
+            return None
+        result.folder, result.notes = folder, document.notes
+        for note in document.notes:
+            self.say("info", f"{show(found.source)}: {note}")
+        done, together = {}, False
+        if not self.settings.overwrite and (folder / "pages").is_dir():
+            done, together = await self.workers.run(
+                None, pages_done, document, self.wanted, self.settings.retry_suspect
+            )
+        self.counts["expected"] += len(document.numbers)
+        self.by_folder[folder] = document, result
+        for page in done.values():
+            await self.count(page, result)
+        todo = [number for number in document.numbers if number not in done]
+        if not todo and not together:
+            await self.put_together(document)
+        return document, todo
+
+    async def survey(self, found: Found, folder: Path) -> Document:
+        """Opens a file in a worker. Raises DocumentError."""
+        password = self.settings.password
+        try:
+            looked = await self.workers.run(10 * RENDER_LIMIT, survey, found.source, password)
+        except (TimeoutError, Crashed) as e:
+            raise DocumentError(
+                f"cannot be opened: {'it takes too long' if isinstance(e, TimeoutError) else e}"
+            ) from None
+        except (DocumentError, asyncio.CancelledError):
+            raise
+        except Exception as e:  # whatever a file can make PDFium or Pillow raise
+            raise DocumentError(f"cannot be opened: {type(e).__name__}: {reason(e)}") from None
+        notes = looked.notes
+        numbers = tuple(range(1, looked.pages + 1))
+        if self.ranges and looked.kind == "pdf":
+            numbers = choose_pages(self.ranges, looked.pages)
+        document = Document(
+            found.source,
+            looked.kind,
+            looked.pages,
+            looked.sha256,
+            looked.stamp,
+            password,
+            looked.has_forms,
+            notes,
+            folder,
+            numbers,
+        )
+        if not looked.has_forms:
+            return document
+        try:
+            await self.workers.run(FORMS_LIMIT, start_forms, document)
+        except (TimeoutError, Crashed):
+            why = "its form fields are not drawn: PDFium does not get through starting them"
+            return dataclasses.replace(document, forms=False, notes=(*notes, why))
+        except Exception:  # PDFium's own word comes with the page
+            pass
+        return document
+
+    async def put_together(self, document: Document) -> None:
+        await self.workers.run(None, assemble, document, self.wanted)
+
+    # -- pages
+
+    async def page(self, document: Document, number: int, slot: Slot) -> None:
+        """One page from its file to disk."""
+        picture: Picture | None = None
+        attempts: list[Attempt] = []
+        error: str | None = None
+        try:
+            key = self.wanted.key(document.sha256, number)
+            if not self.settings.overwrite:
+                attempts = await asyncio.to_thread(load_attempts, document, number, key)
+            while True:
+                await slot.take()
+                picture = await self.draw(document, number)
+                if attempts and settled(attempts, self.settings.retries):
+                    break
+                attempts.append(await self.ask(document, number, picture, len(attempts), slot))
+                if settled(attempts, self.settings.retries) or context_too_small(attempts[-1], self.settings):
+                    break
+                await asyncio.to_thread(save_attempts, document, number, key, attempts)
+        except (PageError, Refused) as e:
+            error = str(e)
+        finally:
+            slot.give_back()
+        if error is not None and attempts:
+            error = None if picture else error  # an earlier attempt's reply stands
+        known = dataclasses.replace(picture, png=b"") if picture else None
+        job = PageJob(document, number, self.wanted, known, tuple(attempts), error)
+        task = asyncio.ensure_future(self.finish(job))
+        self.finishing.add(task)
+        task.add_done_callback(self.finishing.discard)
+        await asyncio.shield(task)
+        if attempts and (short := context_too_small(attempts[-1], self.settings)):
+            raise NoServer(short)
+
+    async def draw(self, document: Document, number: int) -> Picture:
+        """A page's picture from a worker; tried again when the worker hung or died, the last time without forms.
+
+        Raises PageError.
+        """
+        why = ""
+        for attempt in (document, dataclasses.replace(document, forms=False)):
+            try:
+                picture = await self.workers.run(RENDER_LIMIT, picture_of, attempt, number, self.settings.dpi)
+            except TimeoutError:
+                why = f"drawing the page took more than {RENDER_LIMIT:.0f} s"
+            except Crashed as e:
+                why = f"drawing the page failed: {e}"
+            except PageError:
+                raise
+            except Exception as e:  # whatever a file can make PDFium or Pillow raise
+                raise PageError(f"the page cannot be drawn: {type(e).__name__}: {reason(e)}") from None
+            else:
+                if why and document.forms:
+                    picture = dataclasses.replace(picture, notes=(*picture.notes, f"drawn without forms: {why}"))
+                return picture
+        raise PageError(why)
+
+    async def ask(self, document: Document, number: int, picture: Picture, attempt: int, slot: Slot) -> Attempt:
+        """One attempt's reply, however often the transport fails. Raises PageError, Refused or NoServer.
+
+        The image is gone once it is sent, so that pages in flight weigh nothing; a fault draws it again.
+        """
+        sampled = sampling(attempt)
+        png, faults, replies, free = [picture.png], 0, self.gate.replies, True
+        while True:
+            try:
+                async with self.pace.slot() as answered, self.gate.passing():
+                    self.show_totals()
+                    answer = await self.engine.ask(png, sampled, slot.give_back)
+                    answered(answer)
+                break
+            except Fault as fault:
+                slot.give_back()
+                if fault.stale and free:
+                    free = False
+                else:
+                    faults = await self.weigh(fault, faults, replies)
+                    replies = self.gate.replies
+                    await asyncio.sleep(
+                        max(min(fault.retry_after or 0.0, 600.0), backoff(faults) if self.gate.open.is_set() else 0.0)
+                    )
+            await slot.take()
+            png = [(await self.draw(document, number)).png]
+        return Attempt(
+            sampled.seed,
+            sampled.temperature,
+            sampled.top_p,
+            answer.text,
+            answer.finish_reason,
+            answer.prompt_tokens,
+            answer.completion_tokens,
+            round(answer.seconds, 3),
+            repeats(answer.text),
+        )
+
+    async def weigh(self, fault: Fault, faults: int, replies: int) -> int:
+        """How many faults are the page's own so far: those while the server answers others. Raises PageError past its budget."""
+        others = self.gate.replies > replies
+        if not others and fault.status and fault.status >= 500 and self.gate.in_row >= 3:
+            others = await self.engine.alive()
+        faults += others
+        if faults >= PAGE_FAULTS:
+            raise PageError(f"the server failed on this page {faults} times while it answered others: {fault}")
+        return faults
+
+    async def finish(self, job: PageJob) -> None:
+        """A page's files; when the reply cannot be read in a worker the page fails, its replies kept beside it."""
+        try:
+            page = await self.workers.run(READ_LIMIT, finish_page, job)
+        except OutputError:
+            raise
+        except Exception as e:  # a hung or dead worker, or a reply that the reader trips over
+            why = "it takes too long" if isinstance(e, TimeoutError) else f"{type(e).__name__}: {reason(e)}"
+            failed = dataclasses.replace(job, error=f"the reply cannot be read: {why}")
+            page = await self.workers.run(READ_LIMIT, finish_page, failed)
+        document, result = self.by_folder[job.document.folder]
+        self.counts["tokens"] += page.tokens
+        await self.count(page, result)
+        if page.error:
+            self.complain(page.source, page.error, page.number)
+        elif page.status == SUSPECT:
+            self.complain(page.source, "suspect: " + "; ".join(page.reasons), page.number)
+        if len(result.pages) == len(document.numbers):
+            await self.put_together(document)
+
+    async def count(self, page: PageResult, result: DocumentResult) -> None:
+        """Takes a page on disk into the totals, and looks for others with the same reply."""
+        result.pages[page.number] = page
+        if page.reply_hash:
+            twins = self.same.setdefault(page.reply_hash, [])
+            twins.append(page)
+            if any(twin.fingerprint != page.fingerprint for twin in twins):
+                for i, twin in enumerate(twins):
+                    twins[i] = await self.doubt(twin, "the same reply as another page of this run")
+                page = twins[-1]
+        self.counts[page.status] += 1
+        self.counts["cached"] += page.cached
+        self.show_totals()
+        if self.on_page:
+            self.on_page(page)
+
+    async def doubt(self, page: PageResult, doubt: str) -> PageResult:
+        if doubt in page.reasons:
+            return page
+        document, result = self.by_folder[page.folder]
+        doubted = await self.workers.run(READ_LIMIT, add_doubt, page, doubt)
+        if page.status == OK and page.number in result.pages and result.pages[page.number] is page and self.counts[OK]:
+            self.counts[OK] -= 1
+            self.counts[SUSPECT] += 1
+        result.pages[page.number] = doubted
+        self.amended[page.folder] = document
+        return doubted
+
+    async def follow_server(self) -> None:
+        """Tells the pace how many requests the server runs and holds, every second while it has /metrics."""
+        while not self.pace.fixed:
+            with contextlib.suppress(OSError, TimeoutError):
+                status, text = await self.engine.get(self.engine.root + "/metrics")
+                counts = read_metrics(text) if status == 200 else {}
+                if "num_requests_waiting" not in counts:
+                    return
+                self.pace.follow(counts.get("num_requests_running", 0.0), counts["num_requests_waiting"])
+            await asyncio.sleep(1.0)
+
+    # -- the record
+
+    def wanted_of(self, model: str) -> Wanted:
+        s = self.settings
+        digest = hashlib.sha256(prompt().encode()).hexdigest()
+        output = (s.headers_footers, s.images, s.math)
+        return Wanted(model, s.engine, s.dpi, s.max_tokens, s.retries, s.loop_stop, *output, digest)
+
+    def summary(self) -> dict[str, Any]:
+        """Settings, versions, server, inputs and totals: what run.json holds. No key, no password."""
+        settings = dataclasses.asdict(self.settings) | {"url": bare_url(self.settings.url)}
+        given = {name: True for name in ("api_key", "password") if settings.pop(name)}
+        model = self.engine.model
+        return {
+            "ocr": __version__,
+            "settings": settings | given,
+            "prompt_sha256": self.wanted.prompt_sha256,
+            "versions": {name: version_of(name) for name in PACKAGES},
+            "server": {"model": model.name, "root": model.root, "max_model_len": model.max_model_len}
+            | {"version": self.engine.version, "limits": self.engine.limits},
+            "inputs": [show(Path(str(item))) for item in self.inputs],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
+            "seconds": round(time.time() - self.started, 2),
+            "finished": bool(self.result.summary) or not self.searching,
+            "stopped": self.result.stopped,
+            "pages": {status: self.counts[status] for status in (OK, SUSPECT, FAILED)}
+            | {"cached": self.counts["cached"]},
+            "tokens": self.counts["tokens"],
+            "most_in_flight": self.pace.most,
+            "documents": [self.document_summary(document) for document in self.result.documents],
+        }
+
+    def document_summary(self, document: DocumentResult) -> dict[str, Any]:
+        record: dict[str, Any] = {"source": show(document.source)}
+        if document.folder:
+            record["folder"] = document.folder.relative_to(self.out).as_posix()
+            record |= {status: document.count(status) for status in (OK, SUSPECT, FAILED)}
+            pages = sorted(document.pages.values(), key=lambda page: page.number)
+            record["doubts"] = {page.number: list(page.reasons) for page in pages if page.status == SUSPECT}
+            record["errors"] = {page.number: page.error for page in pages if page.status == FAILED}
+        if document.error:
+            record["error"] = document.error
+        if document.notes:
+            record["notes"] = list(document.notes)
+        return record
+
+
+PACKAGES = (
+    "aiohttp",
+    "chandra-ocr",
+    "isal",
+    "lxml",
+    "nh3",
+    "pebble",
+    "pillow",
+    "pillow-heif",
+    "pypdfium2",
+    "rapidocr",
+    "onnxruntime",
+)
+
+
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def bare_url(url: str) -> str:
+    """A URL without the user and password in it."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
+def flatten(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of a group, groups within it included."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from flatten(inner)
+    else:
+        yield error
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises BadUsage for a setting out of its range."""
+    ranges: dict[str, tuple[float, float]] = {
+        "dpi": (20, 1200),
+        "max_tokens": (1, 1_000_000),
+        "retries": (0, 100),
+        "concurrency": (1, MOST_IN_FLIGHT),
+        "workers": (1, 256),
+        "patience": (0, 1e9),
+        "timeout": (0.01, 1e9),
+        "wait": (0, 1e9),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise BadUsage(f"--{name.replace('_', '-')} {value:g}: give a number from {low:g} to {high:g}")
+    if settings.engine not in ("vllm", "cpu"):
+        raise BadUsage(f"--engine {settings.engine}: vllm or cpu")
+    if settings.math not in ("dollars", "brackets"):
+        raise BadUsage(f"--math {settings.math}: dollars or brackets")
+    if settings.pages:
+        parse_pages(settings.pages)
+    if not re.match(r"https?://[^/\s]+", settings.url):
+        raise BadUsage(f"--url {bare_url(settings.url)}: write it like http://localhost:8000/v1")
+
+
+def context_too_small(attempt: Attempt, settings: Settings) -> str | None:
+    """What to say when a reply was cut before max_tokens: the server has no room for it, nor for the next."""
+    tokens = attempt.completion_tokens
+    if attempt.finish_reason != "length" or tokens is None or tokens >= settings.max_tokens:
+        return None
+    return (
+        f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. Start vLLM with "
+        f"--max-model-len {settings.max_tokens + PROMPT_TOKENS + 4} or more (llama.cpp: that much for each slot), "
+        f"or run with --max-tokens {max(1, tokens)}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- Command
+
+EXIT_OK, EXIT_INCOMPLETE, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+START_SERVER = """\
+Start one (NVIDIA GPU, driver 580 or newer):
+  docker run --rm --gpus all --network host --ipc host -v ~/.cache/huggingface:/root/.cache/huggingface \\
+    docker.io/vllm/vllm-openai:v0.33.0 --model ragarwal/chandra-ocr-2-nvfp4-mtp --served-model-name chandra ...
+  (the whole command is in the README), wait for it with --wait 600, or read without a server: --engine cpu"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ocr.py",
+        description="Reads PDFs and images into markdown and HTML with Chandra OCR 2 on a vLLM server.",
+        epilog="exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable server; "
+        "130 interrupted",
+    )
+    add = parser.add_argument
+    add(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="files, folders (searched), @list.txt (a path a line), @- (standard input)",
+    )
+    add("--out", metavar="DIR", default="ocr_out", help="output folder (default: %(default)s)")
+    add("--url", default=os.environ.get("OCR_URL") or Settings.url, help="server (OCR_URL; default: %(default)s)")
+    add("--model", help="model name (default: the one the server lists)")
+    add("--api-key", metavar="KEY", help="better in the environment: OCR_API_KEY")
+    add(
+        "--engine",
+        choices=("vllm", "cpu"),
+        default="vllm",
+        help="cpu: RapidOCR on this machine, no server (default: %(default)s)",
+    )
+    add("--pages", metavar="1-5,8,12-", help="pages of each PDF, from 1, inclusive")
+    password = parser.add_mutually_exclusive_group()
+    password.add_argument("--password", metavar="PW", help="of the PDFs that need one")
+    password.add_argument("--password-file", metavar="FILE", help="the password is the file's first line")
+    add("--dpi", type=int, default=DPI, help="of PDF pages; short sides have 1024 px at least (default: %(default)s)")
+    add("--max-tokens", type=int, metavar="N", default=MAX_TOKENS, help="of a reply (default: %(default)s)")
+    add(
+        "--retries",
+        type=int,
+        metavar="N",
+        default=RETRIES,
+        help="for a reply that loops or is cut off (default: %(default)s)",
+    )
+    add("--loop-stop", action="store_true", help="let vLLM's repetition detector end a looping reply early")
+    add("--concurrency", type=int, metavar="N", help="pages at the server at once (default: follow the server)")
+    add("--workers", type=int, metavar="N", help="render processes (default: one a core)")
+    add("--headers-footers", action="store_true", help="keep page headers and footers in the markdown")
+    add("--no-images", action="store_true", help="leave images and figures out")
+    add("--math", choices=("dollars", "brackets"), default="dollars", help=r"$x$ or \(x\) (default: %(default)s)")
+    add("--overwrite", action="store_true", help="ask again for pages that are done")
+    add("--retry-suspect", action="store_true", help="ask again for suspect pages")
+    add(
+        "--patience",
+        type=float,
+        metavar="SECONDS",
+        default=1800.0,
+        help="with a server that stops answering (default: %(default)g)",
+    )
+    add("--timeout", type=float, metavar="SECONDS", default=1800.0, help="for one reply (default: %(default)g)")
+    add("--wait", type=float, metavar="SECONDS", default=0.0, help="for a server that is still starting")
+    add("--check", action="store_true", help="only check the server")
+    add("--json", action="store_true", help="the run's summary as JSON on standard output")
+    loud = parser.add_mutually_exclusive_group()
+    loud.add_argument("-q", "--quiet", action="store_true", help="errors and the exit code only")
+    loud.add_argument("-v", "--verbose", action="store_true", help="a line for every page")
+    add("--version", action="version", version=f"ocr.py {__version__}")
+    return parser
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The command line as Settings. Raises BadUsage."""
+    password = args.password
+    if args.password_file:
+        try:
+            password = Path(args.password_file).read_text("utf-8").splitlines()[0]
+        except (OSError, UnicodeDecodeError, IndexError) as e:
+            raise BadUsage(f"--password-file {args.password_file}: cannot be read: {reason(e)}") from None
+    names = {f.name for f in dataclasses.fields(Settings)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    key = args.api_key or os.environ.get("OCR_API_KEY") or None
+    return Settings(**given | {"images": not args.no_images, "password": password, "api_key": key})
+
+
+class Progress:
+    """The run as a person follows it: a bar on a terminal, a line now and then elsewhere; warnings between."""
+
+    EVERY = 30.0  # s between lines without a terminal
+
+    def __init__(self, quiet: bool, verbose: bool):
+        from tqdm import tqdm
+
+        self.verbose, self.quiet = verbose, quiet
+        self.terminal = sys.stderr.isatty() and not quiet
+        self.bar = tqdm(unit="page", disable=not self.terminal, dynamic_ncols=True, total=0, smoothing=0.05)
+        self.started = self.last = time.monotonic()
+        self.totals = Totals(0, 0, 0, 0, 0, 0, 0, 0, True)
+
+    def event(self, level: str, text: str) -> None:
+        if level == "warning" or not self.quiet:
+            self.bar.write(f"ocr.py: {text}", file=sys.stderr)
+
+    def page(self, page: PageResult) -> None:
+        if self.verbose and not page.cached:
+            said = f"{page.status}, {page.attempts} attempt{'s' * (page.attempts != 1)}, {page.tokens} tokens, {page.seconds:.1f} s"
+            self.event("info", f"{show(page.source)}, page {page.number}: {said}")
+
+    def show(self, totals: Totals) -> None:
+        self.totals = totals
+        now = time.monotonic()
+        if self.terminal:
+            self.bar.total = totals.expected
+            self.bar.n = totals.done
+            if now - self.last > 0.1:
+                self.last = now
+                self.bar.set_postfix_str(self.rates(now), refresh=False)
+                self.bar.refresh()
+        elif not self.quiet and now - self.last > self.EVERY:
+            self.last = now
+            more = "+" if totals.searching else ""
+            self.event("info", f"{totals.done} of {totals.expected}{more} pages, {self.rates(now)}")
+
+    def rates(self, now: float) -> str:
+        t, seconds = self.totals, max(0.001, now - self.started)
+        pages = (t.done - t.cached) / seconds
+        parts = [f"{pages:.2f} pages/s", f"{t.tokens / seconds:.0f} tokens/s", f"{t.in_flight} in flight"]
+        return ", ".join(parts + [f"{n} {name}" for n, name in ((t.failed, FAILED), (t.suspect, SUSPECT)) if n])
+
+    def close(self) -> None:
+        if self.terminal:
+            self.bar.n, self.bar.total = self.totals.done, self.totals.expected
+            self.bar.refresh()
+        self.bar.close()
+
+
+LISTED = 40  # documents in the closing summary; run.json names all
+
+
+def summary_lines(result: RunResult, out: Path) -> Iterator[str]:
+    """The closing summary: a line for each document (for many, those with something to look at), then the totals."""
+    documents = result.documents
+    if len(documents) > LISTED:
+        documents = [d for d in documents if d.error or d.count(FAILED) or d.count(SUSPECT)][:LISTED]
+        yield f"{len(result.documents)} documents; those to look at (all are in {show(out / 'run.json')}):"
+    for document in documents:
+        if document.error or not document.folder:
+            yield f"  {show(document.source)}: {document.error or 'not read'}"
+            continue
+        counts = ", ".join(f"{n} {status}" for status in (OK, SUSPECT, FAILED) if (n := document.count(status)))
+        name = short_name(document.folder.name) + ".md"
+        yield f"  {show(document.source)}: {counts or 'no page read'} -> {show(document.folder / name)}"
+    pages, seconds = result.summary["pages"], result.summary["seconds"]
+    fresh = pages[OK] + pages[SUSPECT] + pages[FAILED] - pages["cached"]
+    kept = f" ({pages['cached']} from an earlier run)" if pages["cached"] else ""
+    yield (
+        f"{pages[OK]} pages ok, {pages[SUSPECT]} suspect, {pages[FAILED]} failed{kept}; {result.summary['tokens']} tokens, "
+        f"{seconds:.1f} s, {fresh / max(seconds, 0.001):.2f} pages/s"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    args = arguments().parse_args(argv)
+    progress: Progress | None = None
+    try:
+        settings = settings_of(args)
+        check_settings(settings)
+        if args.check:
+            return asyncio.run(check(settings))
+        if not args.inputs:
+            raise BadUsage("give files or folders to read; python ocr.py --help lists the options")
+        progress = Progress(args.quiet, args.verbose)
+        hooks = {"on_page": progress.page, "on_event": progress.event, "on_totals": progress.show}
+        result = run(args.inputs, args.out, settings, **hooks)  # type: ignore[arg-type]
+    except BadUsage as e:
+        print(f"ocr.py: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except NoServer as e:
+        print(f"ocr.py: {e}\n{START_SERVER}", file=sys.stderr)
+        return EXIT_NO_SERVER
+    except KeyboardInterrupt:
+        done = f"; {progress.totals.done} pages are done" if progress else ""
+        print(f"\nocr.py: interrupted{done}. Run the same command again to go on where it stopped.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        if progress:
+            progress.close()
+    if args.json:
+        print(json.dumps(result.summary, ensure_ascii=False, indent=1))
+    elif not args.quiet:
+        print("\n".join(summary_lines(result, Path(args.out))))
+    if result.exit_code == EXIT_NO_SERVER:
+        print("ocr.py: what is done is kept; run the same command again to go on.", file=sys.stderr)
+    return result.exit_code
+
+
+async def check(settings: Settings) -> int:
+    """`--check`: says what the server is and whether it can do the job."""
+    async with Server(settings) as server:
+        await server.connect()
+        model = server.model
+        print(
+            f"{bare_url(server.url)}: model {model.name} ({model.root or 'root unknown'}), version {server.version or 'unknown'}"
+        )
+        needed = settings.max_tokens + PROMPT_TOKENS
+        if model.max_model_len and model.max_model_len < needed:
+            print(
+                f"context: {model.max_model_len} tokens, and a full page with its longest reply needs {needed}: "
+                f"start it with --max-model-len {needed} or more"
+            )
+            return EXIT_NO_SERVER
+        print(f"context: {model.max_model_len or 'unknown'} tokens, {needed} needed")
+        started = time.monotonic()
+        if not await server.alive():
+            print("a page: no reply; see the server's log")
+            return EXIT_NO_SERVER
+        print(f"a page: answered in {time.monotonic() - started:.1f} s")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
