@@ -777,32 +777,47 @@ def sent_size(width: int, height: int) -> tuple[int, int]:
     return across * GRID, down * GRID
 
 
+def as_grey(image: Image.Image, small: Image.Image) -> Image.Image | None:
+    """The one channel of an RGB page without colour; None with colour. `small` is the page reduced: it tells most.
+
+    Scaled and sent as one channel a page has the same pixels for a third of the work and the bytes.
+    """
+    from PIL import ImageChops
+
+    for page in (small, image):
+        red, green, blue = page.split()
+        if ImageChops.difference(red, green).getbbox() or ImageChops.difference(red, blue).getbbox():
+            return None
+    return red
+
+
 def encode_png(image: Image.Image) -> bytes:
-    """An RGB image as PNG: no filter and ISA-L's fast deflate, a twentieth of the time of Pillow's own."""
+    """An RGB or grey image as PNG: no filter and ISA-L's fast deflate, a twentieth of the time of Pillow's own."""
     from isal import isal_zlib
 
     width, height = image.size
+    channels, colour_type = (3, 2) if image.mode == "RGB" else (1, 0)
     # Pillow pads every row to the stride with a zero, which is the next row's filter byte ("none") one place early.
-    rows = b"\0" + image.tobytes("raw", "RGB", 3 * width + 1, 1)[:-1]
+    rows = b"\0" + image.tobytes("raw", image.mode, channels * width + 1, 1)[:-1]
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", isal_zlib.crc32(data, zlib.crc32(kind)))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
     data = isal_zlib.compress(rows, 1)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-INK = 0.0002  # share of pixels: less is dust, or a page with nothing on it
+INK = 0.0001  # share of pixels: less is dust, or a page with nothing on it
 
 
-def ink_share(image: Image.Image) -> float:
-    """The share of a page's pixels that stand out from what surrounds them: a shadow does not, a letter does."""
+def ink_share(small: Image.Image) -> float:
+    """The share of a reduced page's pixels that stand out from what surrounds them: a shadow does not, a letter does."""
     from PIL import ImageChops, ImageFilter
 
-    small = image.reduce(4).convert("L") if min(image.size) >= 64 else image.convert("L")
-    contrast = ImageChops.difference(small, small.filter(ImageFilter.BoxBlur(8)))
-    return sum(contrast.histogram()[40:]) / (small.width * small.height)
+    grey = small.convert("L")
+    contrast = ImageChops.difference(grey, grey.filter(ImageFilter.BoxBlur(8)))
+    return float(sum(contrast.histogram()[40:]) / (grey.width * grey.height))
 
 
 def picture_of(document: Document, number: int, dpi: int) -> Picture:
@@ -810,23 +825,24 @@ def picture_of(document: Document, number: int, dpi: int) -> Picture:
     loaded = load_page(document, number, dpi)
     size = sent_size(*loaded.image.size)
     check_aspect(*size)
-    scaled = loaded.image
+    small = loaded.image.reduce(4)
+    scaled = as_grey(loaded.image, small) or loaded.image
     if scaled.size != size:
         scaled = scaled.resize(size, pillow().Resampling.LANCZOS)
     png = encode_png(scaled)
     # The checksum of the pixels as they were deflated tells pages apart; it is there already.
     fingerprint = f"{png[-16:-12].hex()}-{len(png)}"
     return Picture(
-        base64.b64encode(png), loaded.image.size, size, loaded.dpi, ink_share(scaled), fingerprint, loaded.notes
+        base64.b64encode(png), loaded.image.size, size, loaded.dpi, ink_share(small), fingerprint, loaded.notes
     )
 
 
-def start_worker(memory: int = WORKER_MEMORY) -> None:
+def start_worker(memory: int | None = WORKER_MEMORY) -> None:
     """Runs first in a worker: a limit on its memory, and no connections or commands of its own.
 
     The hook stops Python code only; a document that takes over PDFium is for the container to hold (see the README).
     """
-    if sys.platform == "linux":
+    if memory and sys.platform == "linux":
         import resource
 
         with contextlib.suppress(ValueError, OSError):
@@ -1430,13 +1446,11 @@ class Pace:
 
 
 def queued(costs: Sequence[float]) -> bool:
-    """Whether replies came later the later they were asked for: the rank correlation of order and cost is strong."""
-    ranks = sorted(range(len(costs)), key=costs.__getitem__)
-    if costs[ranks[-1]] < 1.5 * costs[ranks[0]]:
+    """Whether replies cost more the later they were asked for: the ranks of order and cost go together."""
+    by_cost = sorted(range(len(costs)), key=costs.__getitem__)
+    if costs[by_cost[-1]] < 1.5 * costs[by_cost[0]]:
         return False
-    with contextlib.suppress(statistics.StatisticsError):
-        return statistics.correlation(range(len(costs)), costs, method="ranked") > 0.75
-    return False
+    return statistics.correlation(range(len(costs)), by_cost) > 0.75
 
 
 METRIC = re.compile(
@@ -2311,6 +2325,8 @@ class PageJob:
     picture: Picture | None  # without its PNG
     attempts: tuple[Attempt, ...]
     error: str | None = None
+    reply_hash: str | None = None
+    twin: bool = False  # another page of the run has the same reply
 
 
 def finish_page(job: PageJob) -> PageResult:
@@ -2356,7 +2372,6 @@ def page_record(job: PageJob) -> dict[str, Any]:
     encodable = raw.encode("utf-8", "surrogatepass").decode("utf-8", "replace") == raw
     write_atomic(page_file(folder, number, ".html"), raw if plain_markup and encodable else to_html(blocks))
     reasons = doubts(job, kept, blocks)
-    visible = "".join(block.text for block in blocks)
     record = {
         "page": number,
         "status": SUSPECT if reasons else OK,
@@ -2375,9 +2390,7 @@ def page_record(job: PageJob) -> dict[str, Any]:
         },
         "kept": kept,
         "attempts": [attempt.record() for attempt in job.attempts],
-        "reply_hash": hashlib.blake2b(raw.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-        if len(visible) >= 16
-        else None,
+        "reply_hash": job.reply_hash,
         "blocks": [block_record(block, picture.size) for block in blocks],
     }
     if not (plain_markup and encodable):
@@ -2457,7 +2470,18 @@ def doubts(job: PageJob, kept: int, blocks: Sequence[Block]) -> list[str]:
     if any(outside(block.bbox) for block in blocks if block.bbox):
         reasons.append("boxes outside the page")
     reasons += [note for note in picture.notes if note == XFA_PLACEHOLDER]
+    reasons += [TWIN] * job.twin
     return reasons
+
+
+TWIN = "the same reply as another page of this run"
+
+
+def reply_hash(text: str) -> str | None:
+    """Names a reply, to find pages that got the same one; None for a few characters, which pages may well share."""
+    if len(TAGS.sub("", text).strip()) < 16:
+        return None
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def outside(box: Box) -> bool:
@@ -2661,6 +2685,521 @@ def json_parts(document: Document) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------------- CPU engine
 
 
+BULLET = re.compile(r"[•‣◦●○▪■□◆►➢✓·∙*–-]\s+(?=\S)|[•●▪■►➢](?=\S)")
+NUMBERED = re.compile(r"(\(?\d{1,3}[.)]|\([a-z]{1,4}\)|[a-zA-Z][.)])\s+\S")
+BLANK_PAGE = '<div data-bbox="0 0 1000 1000" data-label="Blank-Page"></div>'
+
+
+# --- lines to blocks
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of text, or one cell of a row, with its upright box in pixels."""
+
+    text: str
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+    cells: int = 1  # pieces that stood apart on the row and were joined into this line
+
+    @property
+    def height(self) -> float:
+        return self.y1 - self.y0
+
+    @property
+    def width(self) -> float:
+        return self.x1 - self.x0
+
+    @property
+    def middle(self) -> float:
+        return (self.y0 + self.y1) / 2
+
+
+class Region(NamedTuple):
+    """Rows that are read from top to bottom: a column, a stretch across the page, or a table."""
+
+    rows: list[Line]
+    is_table: bool
+
+
+@dataclass
+class Paragraph:
+    kind: str  # h1, h2, li, p, or row for the rows of a table
+    rows: list[Line] = field(default_factory=list)
+
+
+class TextBlock(NamedTuple):
+    label: str
+    box: Box  # pixels
+    html: str
+
+
+def group_lines(lines: list[Line], width: int, height: int) -> list[TextBlock]:
+    """Blocks of a page in reading order; `lines` in any order, boxes upright, in pixels of a width x height page."""
+    drawn = re.compile(r"[\s_|]*")  # rules of a drawing or a form, read as letters
+    lines = [line for line in lines if not drawn.fullmatch(line.text) and line.width > 0 and line.height > 0]
+    if not lines:
+        return []
+    regions = [region for part in off_running_heads(lines, height) for region in read_regions(part)]
+    body = body_type(lines)
+    leading = usual_pitch([pitch for region in regions for pitch in line_pitches(region)] or [1.3])
+    paragraphs = [p for region in regions for p in split_paragraphs(region, body, leading)]
+    return list(write_blocks(paragraphs, width))
+
+
+def bounds(lines: list[Line]) -> Box:
+    return (min(n.x0 for n in lines), min(n.y0 for n in lines), max(n.x1 for n in lines), max(n.y1 for n in lines))
+
+
+def median_height(lines: list[Line]) -> float:
+    return statistics.median(line.height for line in lines)
+
+
+def in_rows(lines: list[Line]) -> list[Line]:
+    """Lines side by side become one, left to right. By their middles: two-line cells overlap their neighbours."""
+    rows: list[list[Line]] = []
+    usual = median_height(lines)  # bounds what a drop cap, two lines high, takes with it
+    for line in sorted(lines, key=lambda n: n.middle):
+        height = min(usual, max(line.height, rows[-1][0].height)) if rows else usual
+        if rows and line.middle - statistics.fmean(n.middle for n in rows[-1]) < 0.5 * height:
+            rows[-1].append(line)
+        else:
+            rows.append([line])
+    return [join_row(sorted(row, key=lambda n: n.x0)) for row in rows]
+
+
+def join_row(row: list[Line]) -> Line:
+    gap = 0.7 * median_height(row)
+    cells = 1 + sum(right.x0 - left.x1 > gap for left, right in itertools.pairwise(row))
+    return Line(" ".join(line.text.strip() for line in row), *bounds(row), cells=cells)
+
+
+# Reading order: a recursive cut into strips (white from side to side) and columns (white from top to bottom).
+
+
+def off_running_heads(lines: list[Line], height: int) -> list[list[Line]]:
+    """The first and last row apart where they stand in the page's margins: a column would take them in."""
+    strips, space = cut_strips(lines), 1.2 * median_height(lines)
+    head = len(strips) > 2 and bounds(strips[0])[3] < 0.1 * height and strip_gap(strips[0], strips[1]) > space
+    foot = len(strips) > 3 and bounds(strips[-1])[1] > 0.9 * height and strip_gap(strips[-2], strips[-1]) > space
+    parts = strips[:head], strips[head : len(strips) - foot], strips[len(strips) - foot :]
+    return [list(itertools.chain(*part)) for part in parts if part]
+
+
+def cut_strips(lines: list[Line]) -> list[list[Line]]:
+    """Horizontal strips with white between them. A quarter of each height is left out: neighbours' boxes overlap."""
+    strips: list[list[Line]] = []
+    bottom = -math.inf
+    for line in sorted(lines, key=lambda n: n.y0 + 0.25 * n.height):
+        if line.y0 + 0.25 * line.height >= bottom:
+            strips.append([])
+        strips[-1].append(line)
+        bottom = max(bottom, line.y1 - 0.25 * line.height)
+    return strips
+
+
+def strip_gap(upper: list[Line], lower: list[Line]) -> float:
+    return bounds(lower)[1] - bounds(upper)[3]
+
+
+def gutters(lines: list[Line]) -> list[float]:
+    """Where white runs through all the lines from top to bottom, the widest first, as x to cut at.
+
+    Lines are taken up to a height shorter at both ends: columns of old newspapers touch, and their pages bend.
+    """
+    height = median_height(lines)
+    found: list[tuple[float, float]] = []
+    right: float | None = None
+    for line in sorted(lines, key=lambda n: n.x0):
+        inset = min(height, 0.15 * line.width)
+        left = line.x0 + inset
+        if right is not None and left - right >= 0.8 * height:
+            found.append((left - right, (left + right) / 2))
+        right = max(line.x1 - inset, right or 0)
+    return [x for _, x in sorted(found, reverse=True)]
+
+
+def sides(lines: list[Line], x: float) -> tuple[list[Line], list[Line]]:
+    return [n for n in lines if (n.x0 + n.x1) / 2 < x], [n for n in lines if (n.x0 + n.x1) / 2 >= x]
+
+
+def is_prose(lines: list[Line]) -> bool:
+    """Lines of text of which many are about as long as the longest, unlike the cells of a table."""
+    widths = sorted(line.width for line in lines)
+    full = 0.85 * widths[int(0.9 * (len(widths) - 1))]
+    return (
+        len(lines) > 2
+        and statistics.fmean(w > full for w in widths) > 0.3
+        and statistics.fmean(len(n.text) for n in lines) >= 18
+    )
+
+
+def are_columns(left: list[Line], right: list[Line]) -> bool:
+    """Whether to read left before right; otherwise they are cells of the same rows, level with each other."""
+    fewer, more = sorted((left, right), key=len)
+    level = []
+    for line in fewer:
+        beside = [n for n in more if n.y0 < line.middle < n.y1]
+        nearest = min(beside, key=lambda n: abs(n.x0 + n.x1 - line.x0 - line.x1), default=None)
+        level.append(nearest is not None and abs(nearest.middle - line.middle) < 0.25 * line.height)
+    prose = is_prose(left) + is_prose(right)
+    return prose == 2 or (prose == 1 and statistics.fmean(level) < 0.6)
+
+
+def read_regions(lines: list[Line]) -> Iterator[Region]:
+    """The regions of a part of the page, in reading order."""
+    strips = cut_strips(lines)
+    plain: list[Line] = []
+    at = 0
+    while at < len(strips):
+        start, end = column_band(strips, at)
+        plain += itertools.chain(*strips[at:start])
+        if start < end:
+            if plain:
+                yield from read_plain(plain)
+            plain = []
+            yield from read_columns(list(itertools.chain(*strips[start:end])))
+        at = end
+    if plain:
+        yield from read_plain(plain)
+
+
+def column_band(strips: list[list[Line]], at: int) -> tuple[int, int]:
+    """The next run of strips, from `at` on, that one gutter goes through, as (start, end); at the end (n, n)."""
+    for seed in range(at, len(strips)):
+        start, end, run = seed, seed + 1, strips[seed]
+        if not gutters(run):
+            continue
+        while end < len(strips) and gutters(run + strips[end]):
+            run, end = run + strips[end], end + 1
+        while start > at and gutters(strips[start - 1] + run):
+            run, start = strips[start - 1] + run, start - 1
+        rows = in_rows(run)
+        if len(rows) > 2 or any(row.cells > 1 for row in rows):  # else a line of running text, found in pieces
+            return trim_band(strips, start, seed, end)
+    return len(strips), len(strips)
+
+
+def trim_band(strips: list[list[Line]], start: int, seed: int, end: int) -> tuple[int, int]:
+    """Without strips at its ends that have lines on one side only and stand nearer to what is beyond.
+
+    They are the last line of the paragraph above, or the heading of the text below.
+    """
+    cut = gutters(list(itertools.chain(*strips[start:end])))[0]
+    while start < seed and start > 0 and not all(sides(strips[start], cut)):
+        if strip_gap(strips[start - 1], strips[start]) >= strip_gap(strips[start], strips[start + 1]):
+            break
+        start += 1
+    while end > seed + 1 and end < len(strips) and not all(sides(strips[end - 1], cut)):
+        if strip_gap(strips[end - 2], strips[end - 1]) <= strip_gap(strips[end - 1], strips[end]):
+            break
+        end -= 1
+    return start, end
+
+
+def read_columns(lines: list[Line]) -> Iterator[Region]:
+    """Lines that a gutter goes through: columns of text, a table, or one above the other."""
+    strips = cut_strips(lines)
+    for i in range(1, len(strips)):
+        above, below = list(itertools.chain(*strips[:i])), list(itertools.chain(*strips[i:]))
+        if strip_gap(above, below) > 0.8 * median_height(lines) and is_table_edge(above, below):
+            yield from read_columns(above)
+            yield from read_columns(below)
+            return
+    cut = column_cut(lines)
+    if cut is not None:
+        left, right = sides(lines, cut)
+        yield from read_regions(left)
+        yield from read_regions(right)
+        return
+    rows = in_rows(lines)
+    wide = [i for i, row in enumerate(rows) if row.cells > 1] or [0]
+    table = slice(wide[0], wide[-1] + 1)  # what stands alone above and below it is a title or a note
+    parts = [Region(rows[: wide[0]], False), Region(rows[table], True), Region(rows[wide[-1] + 1 :], False)]
+    yield from (part for part in parts if part.rows)
+
+
+def column_cut(lines: list[Line]) -> float | None:
+    """The widest gutter between columns of text, as x; None when the sides are cells of the same rows."""
+    return next((x for x in gutters(lines) if all(sides(lines, x)) and are_columns(*sides(lines, x))), None)
+
+
+def is_table_edge(above: list[Line], below: list[Line]) -> bool:
+    """Whether columns of text end here and a table begins, or the other way round."""
+    cuts = [column_cut(part) is None for part in (above, below)]
+    table = above if cuts[0] else below
+    return cuts[0] != cuts[1] and len(table) >= 6 and statistics.fmean(len(line.text) for line in table) < 18
+
+
+def read_plain(lines: list[Line]) -> Iterator[Region]:
+    """Lines no gutter goes through. Where a wide line over columns touches them, it is taken out and read between."""
+    rows = in_rows(lines)
+    widest = max(lines, key=lambda n: n.width)
+    crowded = len(rows) < 0.75 * len(lines) and len(lines) > 4
+    if crowded and widest.width > 1.5 * statistics.median(n.width for n in lines):
+        rest = [line for line in lines if line is not widest]
+        above = [line for line in rest if line.middle < widest.middle]
+        yield from read_regions(above)
+        yield Region([widest], is_table=False)
+        yield from read_regions([line for line in rest if line.middle >= widest.middle])
+    else:
+        yield Region(rows, is_table=False)
+
+
+# Paragraphs: rows that belong together by distance, margin, size and list marker.
+
+
+def letter_width(line: Line) -> float:
+    """The average width of a letter of middling breadth, whatever letters the line happens to hold."""
+    narrow, broad = "fijlrtI1.,;:'|!()[]- ", "mw"
+    return line.width / sum(0.3 if c in narrow else 0.85 if c in broad or c.isupper() else 0.55 for c in line.text)
+
+
+def body_type(lines: list[Line]) -> tuple[float, float]:
+    """Height of a line and width of a letter in most of the page's text."""
+    heights = [h for line in lines for h in [line.height] * len(line.text)]
+    widths = [w for line in lines for w in [letter_width(line)] * len(line.text)]
+    return statistics.median(heights), statistics.median(widths)
+
+
+def size_ratio(line: Line, body: tuple[float, float]) -> float:
+    """The line's type against the body's. Height alone is misled by a raised mark, width alone by wide spacing."""
+    high, wide = line.height / body[0], letter_width(line) / body[1]
+    return min(math.sqrt(high * wide), 1.1 * min(high, wide))
+
+
+def line_pitches(region: Region) -> list[float]:
+    """Distances of following rows in heights of a row, without the wide gaps."""
+    pitches = [(b.middle - a.middle) / median_height(region.rows) for a, b in itertools.pairwise(region.rows)]
+    return [pitch for pitch in pitches if pitch < 2.2]
+
+
+def usual_pitch(pitches: list[float]) -> float:
+    """The distance inside paragraphs: a low one, for short paragraphs leave many gaps among the distances."""
+    return sorted(pitches)[len(pitches) * 3 // 10]
+
+
+def heading_kind(row: Line, body: tuple[float, float], stands_alone: bool) -> str | None:
+    """h1 or h2 for a row in larger type. A little larger is enough where it also stands like a heading."""
+    if sum(c.isalpha() for c in row.text) < 3 or row.cells > 1 or BULLET.match(row.text):
+        return None
+    ratio = size_ratio(row, body)
+    if ratio < (1.08 if stands_alone and re.match(r"[A-Z0-9À-Þ].*[^.,;:-]$", row.text) else 1.3):
+        return None
+    return "h1" if ratio > 1.5 else "h2"
+
+
+def split_paragraphs(region: Region, body: tuple[float, float], leading: float) -> list[Paragraph]:
+    if region.is_table:
+        return [Paragraph("row", region.rows)]
+    own = line_pitches(region)
+    pitch = 1.38 * (usual_pitch(own) if len(own) > 3 else leading) * median_height(region.rows)
+    margin = statistics.median(
+        row.x0 for row in region.rows[1:] or region.rows
+    )  # of entries of two lines, the second's
+    right = right_edge(region.rows)
+    paragraphs: list[Paragraph] = []
+    for row, following in zip(region.rows, [*region.rows[1:], None], strict=True):
+        last = paragraphs[-1] if paragraphs else None
+        below_space = last is None or row.middle - last.rows[-1].middle > pitch
+        stands_alone = below_space and (following is None or has_room(row, following, right))
+        kind = heading_kind(row, body, stands_alone) or ("li" if BULLET.match(row.text) else "p")
+        if last and goes_on(last, row, kind, pitch, margin, right):
+            last.rows.append(row)
+        else:
+            paragraphs.append(Paragraph(kind, [row]))
+    return paragraphs
+
+
+def goes_on(last: Paragraph, row: Line, kind: str, pitch: float, margin: float, right: float) -> bool:
+    """Whether the row continues the paragraph before it."""
+    previous, first = last.rows[-1], last.rows[0]
+    size = max(row.height, previous.height)
+    if kind in ("h1", "h2") or last.kind in ("h1", "h2"):
+        same_size = 0.8 < row.height / previous.height < 1.25
+        return kind == last.kind and same_size and row.middle - previous.middle < 1.6 * size
+    if kind == "li" or NUMBERED.match(row.text) or row.middle - previous.middle > pitch:
+        return False
+    if last.kind == "li" or NUMBERED.match(first.text):
+        return row.x0 > first.x0 + 0.4 * size or not has_room(previous, row, right)
+    centred = abs(row.x0 + row.x1 - previous.x0 - previous.x1) < size
+    indented = abs(row.x0 - margin) > 0.7 * size and abs(row.x0 - previous.x0) > 0.7 * size
+    return centred or not indented
+
+
+def right_edge(rows: list[Line]) -> float:
+    """Where the rows' lines end; of many, one may stick out."""
+    ends = sorted(row.x1 for row in rows)
+    return ends[-2] if len(ends) > 3 else ends[-1]
+
+
+def has_room(line: Line, following: Line, right: float) -> bool:
+    """Whether the first word of the following line would have fitted on this one: then the break was meant."""
+    word = len(following.text.split()[0]) + 2
+    return line.x1 + word * following.width / len(following.text) < right
+
+
+def join_text(rows: list[Line], keep_breaks: bool) -> str:
+    """The text of following rows as HTML: words broken at a line's end are joined, breaks that were meant are kept."""
+    right = right_edge(rows)
+    text = rows[0].text.strip()
+    for row, following in itertools.pairwise(rows):
+        start = following.text.strip()
+        if keep_breaks and (row.cells > 1 or following.cells > 1 or has_room(row, following, right)):
+            text += "\n" + start
+        elif re.search(r"[a-zà-ÿ]-$", text) and start[0].islower():
+            text = text[:-1] + start
+        elif re.search(r"\w[-—]$", text) or (ord(text[-1]) > 0x2E80 and ord(start[0]) > 0x2E80):
+            text += start  # Anglo-|Saxon, 1904-|1910, and scripts without spaces
+        else:
+            text += " " + start
+    return html.escape(text, quote=False).replace("\n", "<br/>")
+
+
+def write_blocks(paragraphs: list[Paragraph], width: int) -> Iterator[TextBlock]:
+    items: list[Paragraph] = []
+    for paragraph in [*paragraphs, Paragraph("end")]:
+        near = items and paragraph.rows and abs(paragraph.rows[0].x0 - items[-1].rows[0].x0) < 0.3 * width
+        if items and not (paragraph.kind == "li" and near):
+            texts = [BULLET.sub("", join_text(item.rows, False), count=1) for item in items]
+            box = bounds([row for item in items for row in item.rows])
+            yield TextBlock("List-Group", box, "<ul>" + "".join(f"<li>{text}</li>" for text in texts) + "</ul>")
+            items = []
+        if paragraph.kind == "li":
+            items.append(paragraph)
+        elif paragraph.kind in ("h1", "h2"):
+            text = f"<{paragraph.kind}>{join_text(paragraph.rows, False)}</{paragraph.kind}>"
+            yield TextBlock("Section-Header", bounds(paragraph.rows), text)
+        elif paragraph.rows and paragraph.kind == "row":
+            text = "<br/>".join(html.escape(row.text, quote=False) for row in paragraph.rows)
+            yield TextBlock("Text", bounds(paragraph.rows), f"<p>{text}</p>")
+        elif paragraph.rows:
+            yield TextBlock("Text", bounds(paragraph.rows), f"<p>{join_text(paragraph.rows, True)}</p>")
+
+
+# --- the page image to lines
+
+
+@functools.cache
+def load_reader(threads: int) -> Any:
+    """RapidOCR with the models of its own wheel, named by path: it looks for nothing on the network then."""
+    import cv2
+    import rapidocr
+
+    models = Path(rapidocr.__file__).parent / "models"
+    threads = max(1, min(threads, os.cpu_count() or 1))  # RapidOCR ignores a number above the machine's
+    cv2.setNumThreads(threads)
+    return rapidocr.RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Global.use_cls": False,  # it turns good lines upside down more often than it rights bad ones
+            "Global.max_side_len": 100_000,  # 2000 would shrink large pages; they have their size limit already
+            "Det.limit_side_len": 32,  # 736 would enlarge long narrow pages to many times their size
+            "Det.max_candidates": 5000,  # of 1000 a newspaper page loses lines
+            "Det.model_path": str(models / "PP-OCRv6_det_small.onnx"),
+            "Rec.model_path": str(models / "PP-OCRv6_rec_small.onnx"),
+            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
+    )
+
+
+class Reading(NamedTuple):
+    """The lines of a page that was turned counter-clockwise by `turn` degrees and then, on paper, straightened."""
+
+    lines: list[Line]
+    turn: int
+    size: tuple[int, int]  # of the turned page
+    slope: float  # degrees clockwise that its lines ran off: a scan is seldom straight
+    sideways: bool  # most of its letters are in lines that run up or down
+    trust: float  # mean score of a letter, 0-1
+
+
+def read_lines(image: Image.Image, turn: int, threads: int) -> Reading:
+    turned = image.rotate(turn, expand=True) if turn else image
+    found = load_reader(threads)(turned)
+    if not len(found):
+        return Reading([], turn, turned.size, 0.0, False, 1.0)
+    boxes = found.boxes.tolist()
+    letters = [len(text) for text in found.txts]
+    shapes = [(math.dist(a, b), math.dist(a, d)) for a, b, _, d in boxes]
+    running_up = sum(n for n, (wide, high) in zip(letters, shapes, strict=True) if high > 1.5 * wide)
+    slopes = [
+        math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
+        for (a, b, *_), (wide, high) in zip(boxes, shapes, strict=True)
+        if wide > 5 * high
+    ]
+    slope = statistics.median(slopes) if slopes else 0.0
+    lines = [upright(text, box, slope, turned.size) for text, box in zip(found.txts, boxes, strict=True)]
+    trust = sum(score * n for score, n in zip(found.scores, letters, strict=True)) / sum(letters)
+    return Reading(lines, turn, turned.size, slope, running_up > 0.5 * sum(letters), trust)
+
+
+def upright(text: str, box: list[list[float]], slope: float, size: tuple[int, int]) -> Line:
+    """A line from its corners (from the upper left, clockwise) on a page whose lines slope."""
+    (ax, ay), (bx, by), (cx, cy), (dx, dy) = (rotate(x, y, -slope, size, size) for x, y in box)
+    return Line(text, (ax + dx) / 2, (ay + by) / 2, (bx + cx) / 2, (cy + dy) / 2)
+
+
+def read_page(image: Image.Image, threads: int) -> Reading:
+    """The page as it stands, or turned by 90, 270 or 180 degrees where that reads better."""
+    best = read_lines(image, 0, threads)
+    turns = (90, 270) if best.sideways else (180,) if best.trust < 0.8 else ()
+    for turn in turns:
+        if best.turn == 0 or best.trust < 0.9:
+            turned = read_lines(image, turn, threads)
+            if turned.trust > best.trust and not turned.sideways:
+                best = turned
+    return best
+
+
+def rotate(x: float, y: float, degrees: float, size: tuple[int, int], new_size: tuple[int, int]) -> tuple[float, float]:
+    """A point after the page turned clockwise about its centre and, at right angles, changed its size."""
+    dx, dy, angle = x - size[0] / 2, y - size[1] / 2, math.radians(degrees)
+    cos, sin = math.cos(angle), math.sin(angle)
+    return new_size[0] / 2 + dx * cos - dy * sin, new_size[1] / 2 + dx * sin + dy * cos
+
+
+def page_box(box: Box, reading: Reading, size: tuple[int, int]) -> str:
+    """A box of the straightened reading as data-bbox on the page that came in, 0-1000 on each axis."""
+    x0, y0, x1, y1 = box
+    angle = reading.slope + reading.turn
+    corners = [rotate(x, y, angle, reading.size, size) for x in (x0, x1) for y in (y0, y1)]
+    xs, ys = [1000 * x / size[0] for x, _ in corners], [1000 * y / size[1] for _, y in corners]
+    low, high = (math.floor(min(xs)), math.floor(min(ys))), (math.ceil(max(xs)), math.ceil(max(ys)))
+    return " ".join(str(min(1000, max(0, n))) for n in (*low, *high))
+
+
+def recognize(image: Image.Image, threads: int = 1) -> str:
+    """The reply to a page image: its text in labelled divs, in reading order. `threads`: CPU cores for this process."""
+    reading = read_page(image.convert("RGB"), threads)
+    blocks = group_lines(reading.lines, *reading.size)
+    divs = [
+        f'<div data-bbox="{page_box(block.box, reading, image.size)}" data-label="{block.label}">{block.html}</div>'
+        for block in blocks
+    ]
+    return "\n".join(divs) or BLANK_PAGE
+
+
+def start_recognizer(threads: int) -> None:
+    """Runs first in a recognizing process: no connections, no commands; no memory limit, as its models need 2 GB."""
+    start_worker(memory=None)
+    load_reader.cache_clear()
+    RECOGNIZER_THREADS.append(threads)
+
+
+RECOGNIZER_THREADS: list[int] = []  # of this process, once it is started
+
+
+def recognize_png(png: bytes) -> str:
+    import io
+
+    with pillow().open(io.BytesIO(base64.b64decode(png))) as image:
+        return recognize(image, RECOGNIZER_THREADS[-1])
+
+
 class CpuEngine:
     """RapidOCR in processes of this machine, answering as the server does: text lines only, no tables, maths or labels."""
 
@@ -2816,6 +3355,9 @@ def run(
     return asyncio.run(run_async(inputs, out, settings, on_page=on_page, on_event=on_event, on_totals=on_totals))
 
 
+PageId = tuple[Path, int]  # a document's folder and a page number
+
+
 class Run:
     """One run over all pages of all documents: find -> draw -> ask -> read and write -> put together."""
 
@@ -2839,8 +3381,9 @@ class Run:
         self.gate = Gate(settings.patience, self.say)
         self.result = RunResult()
         self.finishing: set[asyncio.Future[Any]] = set()
-        self.same: dict[str, list[PageResult]] = {}  # pages by their reply
-        self.amended: dict[Path, Document] = {}  # documents to put together once more
+        self.replies: dict[str, tuple[str, list[PageId | None]]] = {}  # by hash: the first picture, its pages
+        self.doubted: list[PageId] = []
+        self.together: set[Path] = set()
         self.by_folder: dict[Path, tuple[Document, DocumentResult]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.searching = True
@@ -2921,8 +3464,7 @@ class Run:
                     group.create_task(self.page(document, number, slot))
             self.searching = False
             self.show_totals()
-        for document in self.amended.values():
-            await self.put_together(document)
+        await self.doubt_twins()
 
     # -- documents
 
@@ -2984,7 +3526,9 @@ class Run:
         self.counts["expected"] += len(document.numbers)
         self.by_folder[folder] = document, result
         for page in done.values():
-            await self.count(page, result)
+            self.count(page, result)
+            if self.has_twin((folder, page.number), page.reply_hash, page.fingerprint or ""):
+                self.doubted.append((folder, page.number))
         todo = [number for number in document.numbers if number not in done]
         if not todo and not together:
             await self.put_together(document)
@@ -3060,7 +3604,9 @@ class Run:
         if error is not None and attempts:
             error = None if picture else error  # an earlier attempt's reply stands
         known = dataclasses.replace(picture, png=b"") if picture else None
-        job = PageJob(document, number, self.wanted, known, tuple(attempts), error)
+        hashed = reply_hash(attempts[best_attempt(attempts)].text) if attempts and not error else None
+        twin = bool(known) and self.has_twin((document.folder, number), hashed, known.fingerprint)
+        job = PageJob(document, number, self.wanted, known, tuple(attempts), error, hashed, twin)
         task = asyncio.ensure_future(self.finish(job))
         self.finishing.add(task)
         task.add_done_callback(self.finishing.discard)
@@ -3151,41 +3697,51 @@ class Run:
             page = await self.workers.run(READ_LIMIT, finish_page, failed)
         document, result = self.by_folder[job.document.folder]
         self.counts["tokens"] += page.tokens
-        await self.count(page, result)
+        self.count(page, result)
         if page.error:
             self.complain(page.source, page.error, page.number)
         elif page.status == SUSPECT:
             self.complain(page.source, "suspect: " + "; ".join(page.reasons), page.number)
-        if len(result.pages) == len(document.numbers):
+        if len(result.pages) == len(document.numbers) and document.folder not in self.together:
+            self.together.add(document.folder)
             await self.put_together(document)
 
-    async def count(self, page: PageResult, result: DocumentResult) -> None:
-        """Takes a page on disk into the totals, and looks for others with the same reply."""
+    def count(self, page: PageResult, result: DocumentResult) -> None:
+        """Takes a page on disk into the totals."""
         result.pages[page.number] = page
-        if page.reply_hash:
-            twins = self.same.setdefault(page.reply_hash, [])
-            twins.append(page)
-            if any(twin.fingerprint != page.fingerprint for twin in twins):
-                for i, twin in enumerate(twins):
-                    twins[i] = await self.doubt(twin, "the same reply as another page of this run")
-                page = twins[-1]
         self.counts[page.status] += 1
         self.counts["cached"] += page.cached
         self.show_totals()
         if self.on_page:
             self.on_page(page)
 
-    async def doubt(self, page: PageResult, doubt: str) -> PageResult:
-        if doubt in page.reasons:
-            return page
-        document, result = self.by_folder[page.folder]
-        doubted = await self.workers.run(READ_LIMIT, add_doubt, page, doubt)
-        if page.status == OK and page.number in result.pages and result.pages[page.number] is page and self.counts[OK]:
-            self.counts[OK] -= 1
-            self.counts[SUSPECT] += 1
-        result.pages[page.number] = doubted
-        self.amended[page.folder] = document
-        return doubted
+    def has_twin(self, page: PageId, hashed: str | None, fingerprint: str) -> bool:
+        """Whether another page of the run, with another picture, has this reply; the one that came first is noted."""
+        if hashed is None:
+            return False
+        first_picture, alone = self.replies.setdefault(hashed, (fingerprint, []))
+        if fingerprint == first_picture and not (alone and alone[0] is None):
+            alone.append(page)
+            return False
+        self.doubted += [twin for twin in alone if twin is not None]
+        alone[:] = [None]
+        return True
+
+    async def doubt_twins(self) -> None:
+        """Marks the pages whose twin came after them, and puts their documents together once more."""
+        again: dict[Path, Document] = {}
+        for folder, number in self.doubted:
+            document, result = self.by_folder[folder]
+            page = result.pages.get(number)
+            if page is None or TWIN in page.reasons:
+                continue
+            result.pages[number] = doubted = await self.workers.run(READ_LIMIT, add_doubt, page, TWIN)
+            self.counts[page.status] -= 1
+            self.counts[doubted.status] += 1
+            self.complain(page.source, f"suspect: {TWIN}", number)
+            again[folder] = document
+        for document in again.values():
+            await self.put_together(document)
 
     async def follow_server(self) -> None:
         """Tells the pace how many requests the server runs and holds, every second while it has /metrics."""

@@ -1,0 +1,1261 @@
+"""Benchmarks for ocr.py: how well a server reads, told by the public benchmarks' own scorers.
+
+    python benchmark.py omni   --out runs/omni   --score      omni_parse_bench: text, tables and layout of pages
+    python benchmark.py olmocr --out runs/olmocr --score      olmOCR-bench: facts about pages, checked in the markdown
+
+The file reads in the order a benchmark goes:
+    Settings      the pinned datasets and scorers
+    Datasets      a folder, or a pinned revision from the Hugging Face Hub -> items, checked; which of them to run
+    Run folder    run.json: what is run and how; a changed setting is refused; what came of it
+    Asking        ocr.py over the items, with a progress line
+    omni          a raw reply -> the html and blocks that omni_parse_bench grades
+    olmocr        the client's markdown, laid out as olmOCR-bench wants it
+    Scorers       their own environments, running them, reading what they say
+    Command       arguments and exit codes
+
+Exit codes are ocr.py's: 0 all pages have a reply (and the score was read); 1 some page has none, or the scorer failed;
+2 bad usage or a broken dataset; 3 no usable server; 130 interrupted: the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import html
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import ocr
+
+# Heavy packages (pyarrow, huggingface_hub, bs4, tqdm) are imported where they are used: `--help` answers at once.
+if TYPE_CHECKING:
+    from bs4 import Tag
+
+# ---------------------------------------------------------------------------------------------------------- Settings
+
+HERE = Path(__file__).resolve().parent
+SCORER_ENVIRONMENTS = HERE / ".scorers"  # made on the spot by --score, one folder a scorer
+SHOWN = 20  # problems or failed pages named one by one on the terminal
+QUIET = 30.0  # s between lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset on the Hugging Face Hub, at the commit that scores are quoted for."""
+
+    name: str
+    repo: str
+    revision: str
+
+
+OMNI = Source("omni_parse_bench", "datalab-to/omni_parse_bench", "d70182b9f901d1660a27e60bf6be6d6e6ea83013")
+OLMOCR = Source("olmOCR-bench", "allenai/olmOCR-bench", "54a96a6fb6a2bd3b297e59869491db4d3625b711")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A benchmark's own scorer, which lives in an environment of its own."""
+
+    name: str  # of its folder under SCORER_ENVIRONMENTS
+    package: str  # on PyPI
+    version: str
+    module: str  # what `python -m` runs
+    requirements: str  # a file beside this one
+    oldest_python: tuple[int, int]
+    alone: bool = False  # installed without its own requirements, which bring a GPU stack along
+    browser: bool = False  # draws equations in Chromium
+
+
+OMNI_SCORER = Scorer("omni", "omni-parse-bench", "1.0.0", "omni_parse_bench.cli", "requirements-omni.txt", (3, 12))
+OLMOCR_SCORER = Scorer(
+    "olmocr", "olmocr", "0.4.27", "olmocr.bench.benchmark", "requirements-olmocr.txt", (3, 11), alone=True, browser=True
+)
+SCORERS = {scorer.name: scorer for scorer in (OMNI_SCORER, OLMOCR_SCORER)}
+
+
+class ScorerError(Exception):
+    """A scorer could not be installed or run, or its words could not be read; exit code 1."""
+
+
+# ---------------------------------------------------------------------------------------------------------- Datasets
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a benchmark counts and `--limit` chooses: a page of omni_parse_bench, a PDF of olmOCR-bench."""
+
+    id: str  # page_id, or the PDF's path under pdfs/
+    suite: str
+    path: Path
+    tested_pages: tuple[int, ...] = (1,)  # from 1
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset's folder that was looked through and found whole."""
+
+    name: str
+    folder: Path
+    revision: str | None  # None: a folder that does not say
+    sha256: str  # of the files that list the items
+    items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+
+
+def dataset_folder(source: Source, data: Path | None) -> tuple[Path, str | None]:
+    """The dataset's folder and its revision: `--data`, or the pinned revision, downloaded once."""
+    if data is None:
+        return download(source), source.revision
+    if not data.is_dir():
+        raise ocr.BadUsage(
+            f"{data}: no such folder; give the dataset's folder to --data, or leave --data out to download it"
+        )
+    resolved = data.resolve()
+    snapshot = resolved.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", resolved.name)
+    return data, resolved.name if snapshot else None
+
+
+def download(source: Source) -> Path:
+    """The pinned revision in the Hugging Face cache; what is there already is not fetched again."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ocr.BadUsage(
+            "downloading a dataset needs huggingface_hub: pip install huggingface_hub, or give --data"
+        ) from None
+    print(f"{source.name}: revision {source.revision[:12]} of {source.repo} from the Hugging Face Hub", file=sys.stderr)
+    try:
+        return Path(huggingface_hub.snapshot_download(source.repo, repo_type="dataset", revision=source.revision))
+    except Exception as e:  # the Hub's client raises errors of a dozen families; each means there is no dataset
+        words = str(e).strip().splitlines() or [""]
+        raise ocr.BadUsage(
+            f"{source.repo} could not be downloaded ({type(e).__name__}: {words[0][:300]}): run again to go on, "
+            "or fetch it elsewhere and give its folder to --data"
+        ) from None
+
+
+def refuse_dataset(name: str, folder: Path, problems: Sequence[str]) -> None:
+    """Raises BadUsage with every problem, before anything is sent."""
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ocr.BadUsage("\n  ".join([f"{folder} is no whole {name}; nothing was sent:", *problems[:SHOWN], *more]))
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def read_omni(folder: Path, revision: str | None) -> Dataset:
+    """omni_parse_bench: manifest.parquet names each page, its file and its gold tests."""
+    manifest = folder / "manifest.parquet"
+    absent = [f"{name} is missing" for name in ("manifest.parquet", "pages", "gold") if not (folder / name).exists()]
+    refuse_dataset(OMNI.name, folder, absent)
+    rows, problems = read_manifest(manifest)
+    items = []
+    for row in rows:
+        page, problem = read_row(folder, row)
+        problems += [f"{manifest.name}: {problem}"] if problem else []
+        items += [page] if page else []
+    ids = collections.Counter(item.id.casefold() for item in items)
+    problems += [f"{manifest.name}: page_id {name} occurs {n} times" for name, n in ids.items() if n > 1]
+    strays = [f"gold/{name}.json has no row in {manifest.name}" for name in stray_gold(folder, items)]
+    # A pinned revision is what it is; in a folder made by hand a gold without a row is a page somebody lost.
+    refuse_dataset(OMNI.name, folder, problems + ([] if revision else strays))
+    return Dataset(OMNI.name, folder, revision, digest(manifest.read_bytes()), tuple(items), tuple(strays))
+
+
+COLUMNS = ("page_id", "document", "doc_path", "gt_path", "outputs")  # of the manifest; suite may be left out
+
+
+def read_manifest(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The manifest's rows, and what is wrong with it as a whole."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ocr.BadUsage("reading omni_parse_bench needs pyarrow: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as e:
+        return [], [f"{path.name} cannot be read: {str(e).splitlines()[0][:200]}"]
+    absent = [name for name in COLUMNS if name not in table.column_names]
+    if absent:
+        return [], [f"{path.name} has no column {', '.join(absent)}"]
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows, [] if rows else [f"{path.name} has no rows"]
+
+
+def read_row(folder: Path, row: Mapping[str, Any]) -> tuple[Item | None, str | None]:
+    """One row as an item, or what is wrong with it."""
+    page_id, doc, gold = row["page_id"], row["doc_path"], row["gt_path"]
+    if not isinstance(page_id, str) or Path(page_id).name != page_id or page_id in ("", ".", ".."):
+        return None, f"page_id {page_id!r} is no file name"
+    for column, name in (("doc_path", doc), ("gt_path", gold)):
+        if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            return None, f"{page_id}: {column} {name!r} is no path inside the dataset"
+        if not (folder / name).is_file():
+            return None, f"{page_id}: {column} {name} does not exist"
+    if Path(doc).suffix not in (".pdf", ".png"):
+        return None, f"{page_id}: doc_path {doc} is neither .pdf nor .png"
+    if Path(gold).name != f"{page_id}.json":
+        return None, f"{page_id}: gt_path {gold} is not named {page_id}.json"
+    return Item(page_id, row.get("suite") or "other", folder / doc), None
+
+
+def stray_gold(folder: Path, items: Iterable[Item]) -> list[str]:
+    """Gold files that no manifest names; a dataset may hold other manifests beside the main one."""
+    known = {item.id for item in items}
+    for other in folder.rglob("*.parquet"):
+        known |= {str(row.get("page_id")) for row in read_manifest(other)[0]}
+    return sorted({path.stem for path in (folder / "gold").rglob("*.json")} - known)
+
+
+def read_olmocr(folder: Path, revision: str | None) -> Dataset:
+    """olmOCR-bench: a line of each .jsonl is a test of one page of one file under pdfs/."""
+    inner = folder / "bench_data"
+    folder = inner if inner.is_dir() else folder
+    files, pdfs = sorted(folder.glob("*.jsonl")), folder / "pdfs"
+    problems = [] if files else ["there is no .jsonl file"]
+    problems += [] if pdfs.is_dir() else ["the folder pdfs is missing"]
+    refuse_dataset(OLMOCR.name, folder, problems)
+    pages: dict[str, set[int]] = {path.relative_to(pdfs).as_posix(): set() for path in sorted(pdfs.rglob("*.pdf"))}
+    suites: dict[str, str] = {}
+    problems += [] if pages else ["pdfs holds no .pdf file"]
+    for file in files:
+        for number, test, problem in read_tests(file):
+            if problem is None and test["pdf"] not in pages:
+                problem = f"pdfs/{test['pdf']} does not exist"
+            if problem is None:
+                pages[test["pdf"]].add(test["page"])
+                suites.setdefault(test["pdf"], file.stem)
+            else:
+                problems.append(f"{file.name} line {number}: {problem}")
+    refuse_dataset(OLMOCR.name, folder, problems)
+    items = tuple(
+        Item(pdf, suites.get(pdf, "baseline"), pdfs / pdf, tuple(sorted(found | {1}))) for pdf, found in pages.items()
+    )
+    names = "\n".join([*pages, *(file.name for file in files)]).encode()
+    return Dataset(OLMOCR.name, folder, revision, digest(names, *(file.read_bytes() for file in files)), items)
+
+
+def read_tests(file: Path) -> Iterable[tuple[int, dict[str, Any], str | None]]:
+    """Each line of a .jsonl: its number, its test, and what is wrong with it. Blank lines are skipped, as by the scorer."""
+    seen = set()
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            test = json.loads(line)
+            if not (isinstance(test["pdf"], str) and isinstance(test["page"], int) and isinstance(test["id"], str)):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            yield number, {}, 'no JSON object with "pdf", "page" and "id"'
+            continue
+        yield number, test, f"id {test['id']} occurs twice" if test["id"] in seen else None
+        seen.add(test["id"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The items to run, and in words which those are."""
+
+    items: tuple[Item, ...]
+    words: str
+
+
+def choose(
+    items: Sequence[Item], *, limit: int = 0, sample: int = 0, seed: int = 0, only: Path | None = None
+) -> Choice:
+    """The items that the file `only` names; of those the first `limit`, or `sample` spread evenly over the suites."""
+    chosen, words = list(items), []
+    if only:
+        names = read_names(only)
+        unknown = sorted(names - {item.id for item in items})
+        if unknown:
+            shown = ", ".join(unknown[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
+            raise ocr.BadUsage(f"{only}: not in the dataset: {shown}")
+        chosen, words = [item for item in items if item.id in names], [f"{len(names)} named in {only.name}"]
+    if sample and sample < len(chosen):
+        picked = set(spread(chosen, sample, seed))
+        chosen = [item for item in chosen if item in picked]
+        words.append(f"{sample} sampled over the suites with seed {seed}")
+    elif limit and limit < len(chosen):
+        chosen = chosen[:limit]
+        words.append(f"the first {limit}")
+    if not chosen:
+        raise ocr.BadUsage(f"{only} names nothing")
+    return Choice(tuple(chosen), ", ".join(words) if len(chosen) < len(items) else f"all {len(items)}")
+
+
+def read_names(path: Path) -> set[str]:
+    """A name a line; blank lines and lines that start with # do not count."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ocr.BadUsage(f"--only {path}: {getattr(e, 'strerror', None) or e}") from None
+    return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
+
+
+def spread(items: Sequence[Item], count: int, seed: int) -> list[Item]:
+    """`count` items, one suite after the other, each suite's in a seeded random order."""
+    suites: dict[str, list[Item]] = {}
+    for item in items:
+        suites.setdefault(item.suite, []).append(item)
+    rng = random.Random(seed)
+    picked: list[Item] = []
+    for suite in suites.values():
+        rng.shuffle(suite)
+    while len(picked) < count:
+        for suite in list(suites.values()):
+            if suite and len(picked) < count:
+                picked.append(suite.pop())
+    return picked
+
+
+# -------------------------------------------------------------------------------------------------------- Run folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and what its run.json holds."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    def save(self) -> None:
+        ocr.write_atomic(self.folder / "run.json", json.dumps(self.record, indent=2, ensure_ascii=False) + "\n")
+
+
+def open_run(folder: Path, benchmark: str, settings: Mapping[str, Any]) -> Run:
+    """The run in `folder`: a new one, or the one that an earlier call with the same settings began. Raises BadUsage."""
+    file = folder / "run.json"
+    if not file.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ocr.BadUsage(f"{folder} holds files, but no run.json of a benchmark: give --out a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(folder, {"benchmark": benchmark, "settings": dict(settings), "created": now(), "sessions": []})
+        run.save()
+        return run
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        before = {"benchmark": record["benchmark"], **record["settings"]}
+    except (ValueError, KeyError, TypeError):
+        raise ocr.BadUsage(f"{file} is no run.json of a benchmark: give --out a new folder") from None
+    after = {"benchmark": benchmark, **settings}
+    changed = [
+        f"{key}: {before.get(key)} then, {after.get(key)} now" for key in after if before.get(key) != after.get(key)
+    ]
+    if changed:
+        raise ocr.BadUsage(
+            "\n  ".join(
+                [f"{folder} holds a run with other settings: change them back, or give another --out", *changed]
+            )
+        )
+    return Run(folder, record)
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def run_settings(dataset: Dataset, choice: Choice, client: ocr.Settings, repeats: int = 1) -> dict[str, Any]:
+    """All that decides what is asked and what is scored; a folder holds replies to one of these only."""
+    names = "\n".join(item.id for item in choice.items)
+    return {
+        "dataset": dataset.name,
+        "revision": dataset.revision,
+        "dataset_sha256": dataset.sha256,
+        "selection": choice.words,
+        "items": len(choice.items),
+        "items_sha256": digest(names.encode()),
+        "repeats": repeats,
+        "engine": client.engine,
+        "model": client.model,
+        "dpi": client.dpi,
+        "max_tokens": client.max_tokens,
+        "retries": client.retries,
+        "loop_stop": client.loop_stop,
+        "prompt_sha256": digest(ocr.prompt().encode()),
+        "sampling": [sampling_words(ocr.sampling(attempt)) for attempt in range(client.retries + 1)],
+        "headers_footers": client.headers_footers,
+        "math": client.math,
+        "images": client.images,
+    }
+
+
+def sampling_words(sampling: ocr.Sampling) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sampling._asdict().items())
+
+
+def client_commit() -> str | None:
+    """The commit of the client, with "+changes" when its files differ from it; None outside a repository."""
+    git = ["git", "-C", str(HERE)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--", "ocr.py", "benchmark.py"], capture_output=True, text=True
+        )
+        return commit + ("+changes" if changes.stdout.strip() else "")
+    return None
+
+
+SPECULATED = re.compile(r'^vllm:spec_decode_num_accepted_tokens_per_pos\w*\{.*position="(\d+)"', re.MULTILINE)
+
+
+async def ask_server(client: ocr.Settings) -> dict[str, Any]:
+    """What answers: version, model, limits, and how many tokens it speculates where /metrics tells. Raises NoServer."""
+    if client.engine == "cpu":
+        version, limits = ocr.version_of("rapidocr"), ocr.CpuEngine.limits
+        return {"engine": "cpu", "model": "rapidocr", "version": version, "limits": limits}
+    async with ocr.Server(client) as server:
+        await server.connect()
+        model = server.model
+        facts: dict[str, Any] = {"engine": client.engine, "url": ocr.bare_url(server.url), "version": server.version}
+        facts |= {"model": model.name, "checkpoint": model.root, "max_model_len": model.max_model_len}
+        with contextlib.suppress(OSError, TimeoutError):
+            status, metrics = await server.get(server.root + "/metrics")
+            if status == 200:
+                facts["speculative_tokens"] = len(set(SPECULATED.findall(metrics)))
+        return facts
+
+
+def note_server(run: Run, facts: Mapping[str, Any]) -> None:
+    """Writes down the server. A run with replies of another model is refused; another version is said and kept."""
+    known = run.record.get("server") or {}
+    for key in ("model", "checkpoint"):
+        if known.get(key) and facts.get(key) and known[key] != facts[key]:
+            raise ocr.BadUsage(
+                f"{run.folder} holds replies of another {key}: {known[key]} then, {facts[key]} now; give another --out"
+            )
+    differ = [
+        f"{key} {known[key]} -> {facts[key]}"
+        for key in facts
+        if key != "url" and known.get(key, facts[key]) != facts[key]
+    ]
+    if differ:
+        print(f"{run.folder}: the server is not the one that began this run: {', '.join(differ)}", file=sys.stderr)
+        run.record.setdefault("earlier_servers", []).append(known)
+    run.record["server"] = {**known, **facts}
+
+
+# ------------------------------------------------------------------------------------------------------------ Asking
+
+
+STATUSES = (ocr.OK, ocr.SUSPECT, ocr.FAILED, "missing")  # missing: not asked before the run stopped
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of an item and what came of it; `result` is None when the file could not be opened."""
+
+    item: Item
+    number: int  # from 1
+    repeat: int  # from 1
+    status: str  # one of STATUSES
+    error: str | None
+    result: ocr.PageResult | None
+
+    @property
+    def name(self) -> str:
+        name = self.item.id if self.number == 1 else f"{self.item.id} page {self.number}"
+        return name if self.repeat == 1 else f"{name} repeat {self.repeat}"
+
+
+def ask(
+    run: Run, choice: Choice, client: ocr.Settings, write: Callable[[list[Page]], None], *, scoring: bool = False
+) -> int:
+    """The chosen items read by the client, what the scorer reads written, run.json brought up to date; the exit code.
+
+    A run in which all pages have a reply needs no server any more to be scored.
+    """
+    try:
+        note_server(run, asyncio.run(ask_server(client)))
+    except ocr.NoServer:
+        counts = run.record.get("pages")
+        if not scoring or not counts or counts["failed"] or counts["missing"]:
+            raise
+        print(f"{run.folder}: no server answers, and none is needed: every page has a reply", file=sys.stderr)
+        return 0
+    pages = read_pages(run, choice, client)
+    write(pages)
+    write_totals(run, pages)
+    return report(run, pages)
+
+
+def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> list[Page]:
+    """Every page of the chosen items by the client, as often as the run's settings say; a session in run.json."""
+    repeats = run.record["settings"]["repeats"]
+    session: dict[str, Any] = {"started": now(), "commit": client_commit()}
+    run.record["sessions"].append(session)
+    run.save()
+    pages: list[Page] = []
+    asked = tokens = 0
+    started = time.monotonic()
+    for repeat in range(1, repeats + 1):
+        progress = ocr.Progress(quiet=False, verbose=False)
+        hooks: dict[str, Any] = {"on_page": progress.page, "on_event": progress.event, "on_totals": progress.show}
+        folder = run.folder / "ocr" if repeats == 1 else run.folder / "ocr" / f"repeat{repeat}"
+        try:
+            result = ocr.run(list(dict.fromkeys(item.path for item in choice.items)), folder, client, **hooks)
+        finally:  # what arrived before an interruption counts
+            progress.close()
+            asked, tokens = asked + progress.totals.done - progress.totals.cached, tokens + progress.totals.tokens
+            session |= {"seconds": round(time.monotonic() - started, 3), "pages": asked, "tokens": tokens}
+            if asked:
+                drop_score(run)
+            run.save()
+        pages += gather(choice.items, result, repeat)
+        run.record["ocr"], run.record["versions"] = result.summary["ocr"], result.summary["versions"]
+        run.record["stopped"] = result.stopped
+        if result.stopped:
+            break
+    return pages
+
+
+def drop_score(run: Run) -> None:
+    """Removes a score with all that the scorer left: it was of other replies."""
+    run.record.pop("score", None)
+    shutil.rmtree(run.folder / "unit_tests", ignore_errors=True)
+    for name in ("failed_tests.jsonl", "score.log"):
+        (run.folder / name).unlink(missing_ok=True)
+
+
+def gather(items: Iterable[Item], result: ocr.RunResult, repeat: int) -> list[Page]:
+    """The pages of each item: those its file has and those that are tested."""
+    documents = {Path(document.source): document for document in result.documents}
+    pages = []
+    for item in items:
+        document = documents.get(item.path) or ocr.DocumentResult(item.path)
+        for number in sorted({*document.pages, *item.tested_pages}):
+            page = document.pages.get(number)
+            if page is not None:
+                pages.append(Page(item, number, repeat, page.status, page.error, page))
+            elif result.stopped and not document.error:
+                pages.append(Page(item, number, repeat, "missing", result.stopped, None))
+            else:
+                error = document.error or f"the file has no page {number}"
+                pages.append(Page(item, number, repeat, ocr.FAILED, error, None))
+    return pages
+
+
+def write_totals(run: Run, pages: Sequence[Page]) -> None:
+    """The counts of run.json. Pages per second are of the pages asked in the sessions that ended, not of those kept."""
+    record = run.record
+    sessions = [session for session in record["sessions"] if "seconds" in session]
+    working = [session for session in sessions if session["pages"]]
+    seconds = sum(session["seconds"] for session in working)
+    record["pages"] = {status: sum(page.status == status for page in pages) for status in STATUSES}
+    record["failed_pages"] = {page.name: page.error for page in pages if page.status == ocr.FAILED}
+    record["suspect_pages"] = {
+        page.name: page.result.reasons for page in pages if page.result and page.status == ocr.SUSPECT
+    }
+    record["tokens"] = sum(page.result.tokens for page in pages if page.result)
+    record["wall_seconds"] = round(sum(session["seconds"] for session in sessions), 3)
+    record["pages_per_second"] = round(sum(session["pages"] for session in working) / seconds, 3) if seconds else None
+    run.save()
+
+
+def report(run: Run, pages: Sequence[Page]) -> int:
+    """Says how the pages went; the exit code."""
+    counts, speed = run.record["pages"], run.record["pages_per_second"]
+    failed = [page for page in pages if page.status == ocr.FAILED]
+    for page in failed[:SHOWN]:
+        print(f"{page.item.path}, page {page.number}: {page.error}", file=sys.stderr)
+    if len(failed) > SHOWN:
+        print(f"and {len(failed) - SHOWN} more failed pages, see {run.folder / 'run.json'}", file=sys.stderr)
+    told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+    told += f", {speed} pages/s" if speed else ""
+    print(f"{run.folder}: {len(pages)} pages at {run.record['settings']['dpi']} dpi: {told}")
+    if run.record["stopped"]:
+        print("the run is not finished, run the same command again to go on", file=sys.stderr)
+        return 3 if counts["missing"] else 1
+    return 1 if failed else 0
+
+
+# -------------------------------------------------------------------------------------------------------------- omni
+
+# Chandra's labels as omni_parse_bench's. A block of any other label is left out; Blank-Page marks a page without any.
+KINDS = {
+    "Text": "text",
+    "Table-Of-Contents": "text",
+    "Bibliography": "text",
+    "Section-Header": "heading",
+    "List-Group": "list",
+    "Caption": "caption",
+    "Footnote": "footnote",
+    "Page-Header": "page_furniture",
+    "Page-Footer": "page_furniture",
+    "Equation-Block": "equation",
+    "Code-Block": "code",
+    "Table": "table",
+    "Form": "form",
+    "Image": "figure",
+    "Figure": "figure",
+    "Picture": "figure",
+    "Diagram": "figure",
+    "Chemical-Block": "figure",
+    "Complex-Block": "figure",
+}
+PICTURES = ("Image", "Figure", "Picture", "Diagram", "Chemical-Block")  # what they hold is told as an image's alt text
+BLOCK_START = re.compile(r'<div\b[^>]*\bdata-label="([^"]*)"[^>]*>', re.IGNORECASE)
+BOX = re.compile(r'data-bbox="\s*' + r"[\s,]+".join([r"(-?[\d.]+)"] * 4) + r'\s*"')
+ANY_TAG = re.compile(r"<[^>]+>")
+
+
+def omni_outputs(reply: str) -> dict[str, Any]:
+    """What omni_parse_bench grades of a page: the html it reads and the blocks it sees.
+
+    Both are what the benchmark's own Chandra adapter makes of the reply, so that scores compare. Only where the adapter
+    gives up all blocks of a page over one (an unknown label, a box that is no numbers), just that block is left out.
+    """
+    return {"html": omni_html(reply), "blocks": omni_blocks(reply)}
+
+
+def omni_html(reply: str) -> str:
+    """The top-level blocks in reading order, headers and footers included, pictures as their alt text."""
+    from bs4 import BeautifulSoup
+
+    blocks = BeautifulSoup(reply, "html.parser").find_all("div", recursive=False)
+    return "".join(block_html(block) for block in blocks if block.get("data-label") != "Blank-Page")
+
+
+def block_html(block: Tag) -> str:
+    """One block's contents; a Text block without any tag becomes a paragraph, images that show nothing are dropped."""
+    label = block.get("data-label")
+    if label in PICTURES:
+        return picture_html(block)
+    for image in block.find_all("img"):
+        if not image.get("src"):
+            image.decompose()
+    inside = block.decode_contents()
+    bare = label == "Text" and not re.search("<.+>", inside.strip())
+    return f"<p>{inside.strip()}</p>" if bare else inside
+
+
+def picture_html(block: Tag) -> str:
+    """A picture as an image whose alt text is all that the reply says of it: its own alt text, then its contents."""
+    image = block.find("img")
+    alt = str(image.get("alt") or "") if image else ""
+    said = " ".join(visible_text(" ".join(filter(None, [alt, block.decode_contents()]))).split())
+    return f'<img alt="{html.escape(said)}">' if said else "<img>"
+
+
+def omni_blocks(reply: str) -> list[dict[str, Any]]:
+    """Every labelled div with a box, nested ones too; its text runs to the next one. Boxes count from 0 to 1."""
+    blocks = []
+    starts = list(BLOCK_START.finditer(reply))
+    for start, following in itertools.zip_longest(starts, starts[1:]):
+        label, box = start[1], BOX.search(start[0])
+        if box is None or label not in KINDS:
+            continue
+        try:
+            corners = [min(1.0, max(0.0, float(corner) / 1000)) for corner in box.groups()]
+        except ValueError:  # "1..5"
+            continue
+        text = ANY_TAG.sub(" ", reply[start.end() : following.start() if following else None])
+        blocks.append({"label": KINDS[label], "bbox": corners, "text": " ".join(text.split())})
+    return blocks
+
+
+def quoted(name: str) -> str:
+    return name + r"""=("([^"]*)"|'([^']*)')"""
+
+
+MATH = re.compile(r"<math\b([^<>]*)>(.*?)</math>", re.IGNORECASE | re.DOTALL)
+TEX = re.compile(
+    r"""<annotation\b[^<>]*encoding=["']application/x-tex["'][^<>]*>(.*?)</annotation>""", re.IGNORECASE | re.DOTALL
+)
+LIST_TAG = re.compile(r"<(/?)(ol|ul|li)\b([^<>]*)>", re.IGNORECASE)
+# How a tag reads to a person, in the order the benchmark takes them.
+READ_AS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (
+        r"""<input\b[^<>]*\btype=["']?(?:checkbox|radio)["']?[^<>]*>""",
+        lambda box: " ☒ " if re.search(r"\bchecked\b", box[0], re.IGNORECASE) else " ☐ ",
+    ),
+    (r"<(un)?checked\s*/?>", lambda box: " ☐ " if box[1] else " ☒ "),
+    (r"<input\b[^<>]*?\b" + quoted("value") + "[^<>]*>", lambda field: f" {field[1][1:-1]} "),
+    (r"<img\b[^<>]*\b" + quoted("alt") + "[^<>]*>", lambda image: f" {image[1][1:-1]} "),
+    (r"!\[([^\]]*)\]\([^)]*\)", lambda image: f" {image[1]} "),
+    (r"(?s)<!--.*?-->", " "),
+    (r"<!DOCTYPE[^>]*>", " "),
+    (r"(?s)<(script|style|head|title)\b.*?</\1>", " "),
+    (r"<sup\b[^<>]*>", " "),
+    (
+        r"</?(?:table|thead|tbody|tfoot|tr|td|th|p|div|li|ul|ol|dl|dt|dd|h[1-6]|br|hr|section|article|figure|figcaption|"
+        r"blockquote|pre|caption|header|footer|nav|aside|form|label|select|option|textarea|img)\b[^<>]*>",
+        " ",
+    ),
+    (r"</?[A-Za-z][A-Za-z0-9-]*(?:\s[^<>]*)?/?>", ""),
+)
+READ_AS_COMPILED = [(re.compile(pattern, re.IGNORECASE), said) for pattern, said in READ_AS]
+
+
+def visible_text(markup: str) -> str:
+    """HTML as the benchmark reads it: maths between dollars, numbered lists with their numbers, alt texts, no tags."""
+    markup = MATH.sub(tex_of, markup)
+    if "<ol" in markup.lower():
+        markup = numbered(markup)
+    for pattern, said in READ_AS_COMPILED:
+        markup = pattern.sub(said, markup)
+    return html.unescape(markup)
+
+
+def tex_of(math: re.Match[str]) -> str:
+    """A <math> element between dollars; MathML without its TeX is left as its text."""
+    body = math[2].strip()
+    tex = TEX.search(body)
+    if tex:
+        body = html.unescape(tex[1].strip())
+    elif "<" in body:
+        return f" {html.unescape(re.sub(r'<[^<>]+>', '', body))} "
+    return f" $${body}$$ " if "block" in math[1] else f"${body}$"
+
+
+def numbered(markup: str) -> str:
+    """Each <li> of an <ol> with the number that a browser draws before it."""
+    lists: list[int | None] = []  # the open lists: the next number, None in a bulleted one
+
+    def tag(found: re.Match[str]) -> str:
+        close, name, attributes = found[1], found[2].lower(), found[3]
+        if name == "li":
+            if close or not lists or lists[-1] is None:
+                return found[0]
+            lists[-1] += 1
+            return f"{found[0]}{lists[-1] - 1}. "
+        if close:
+            del lists[-1:]
+        else:
+            start = re.search(r"\bstart=[\"']?(\d+)", attributes, re.IGNORECASE)
+            lists.append((int(start[1]) if start else 1) if name == "ol" else None)
+        return found[0]
+
+    return LIST_TAG.sub(tag, markup)
+
+
+def write_predictions(run: Run, dataset: Dataset, pages: Sequence[Page]) -> None:
+    """The run folder as `opb grade` reads it: a prediction of each page with a reply, a record of each failed one."""
+    for name in ("predictions", "records"):
+        (run.folder / name).mkdir(exist_ok=True)
+    for page in pages:
+        prediction, record = (run.folder / name / f"{page.item.id}.json" for name in ("predictions", "records"))
+        if page.result is None or page.status == ocr.FAILED:
+            prediction.unlink(missing_ok=True)
+            if page.status == ocr.FAILED:
+                write_json(record, {"error": {"type": "PageFailed", "message": page.error}})
+        else:
+            write_json(prediction, {"pages": [omni_outputs(ocr.raw_reply(page.result.folder, page.number))]})
+            record.unlink(missing_ok=True)
+    if len(pages) < len(dataset.items):  # then only these are graded
+        write_json(run.folder / "settings.json", {"rows": {"only": sorted(page.item.id for page in pages)}})
+
+
+def write_json(path: Path, value: Any) -> None:
+    ocr.write_atomic(path, json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def score_omni(run: Run, dataset: Dataset, python: Path) -> dict[str, Any]:
+    """`opb grade` on the run folder; its summary as this project tells scores."""
+    summary_file = run.folder / "unit_tests" / "summary.json"
+    summary_file.unlink(missing_ok=True)
+    arguments = ["grade", str(run.folder.resolve()), "--dataset", str(dataset.folder.resolve())]
+    run_scorer(OMNI_SCORER, python, arguments, run.folder)
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8"))
+        families = (summary["scored"] or {"families": {}})["families"]
+        return {
+            "headline": summary["headline"],
+            "is": "mean of the families' scores x share of pages that have a reply",
+            "parts": {name: {"score": family["score"], "tests": family["tests"]} for name, family in families.items()},
+            "coverage": summary["coverage"],
+        }
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise ScorerError(f"{OMNI_SCORER.package} left no summary that can be read in {summary_file}: {e}") from None
+
+
+def omni(args: argparse.Namespace) -> int:
+    """The `omni` command."""
+    client = client_settings(args, pages="1")  # a page file is one page; the benchmark's own adapter reads no more
+    dataset = read_omni(*dataset_folder(OMNI, args.data))
+    choice = choose(dataset.items, limit=args.limit, sample=args.sample, seed=args.seed, only=args.only)
+    for note in dataset.notes[:SHOWN]:
+        print(f"{dataset.folder}: {note}", file=sys.stderr)
+    run = open_run(args.out, OMNI.name, run_settings(dataset, choice, client))
+    python = scorer_python(OMNI_SCORER, args.scorer_python) if args.score else None
+    code = ask(run, choice, client, lambda pages: write_predictions(run, dataset, pages), scoring=args.score)
+    if python and worth_scoring(run):
+        keep_score(run, OMNI_SCORER, score_omni(run, dataset, python))
+    return code
+
+
+# ------------------------------------------------------------------------------------------------------------ olmocr
+
+CANDIDATE = "chandra"  # the scorer's name for what it scores, and for its folder
+
+
+def bench_markdown(page: Page) -> str:
+    """A page's markdown as the scorer sees it: the client's own; nothing for a failed page.
+
+    The client leaves pictures out here: neither an image's file name nor the model's account of it is text of the page,
+    and the tests of page numbers and headers would find them. A page of pictures only is told by their alt texts,
+    because the scorer's baseline test asks of every page that is not blank for a letter or a digit.
+    """
+    if page.result is None or page.status == ocr.FAILED:
+        return ""
+    text = (page.result.folder / "pages" / f"{page.number:04}.md").read_text(encoding="utf-8")
+    if any(c.isalnum() for c in text):
+        return text
+    return pictures_only(ocr.raw_reply(page.result.folder, page.number))
+
+
+def pictures_only(reply: str) -> str:
+    """The alt texts of a reply's pictures as markdown images without a file, those in headers and footers left out."""
+    from bs4 import BeautifulSoup
+
+    images = [
+        image
+        for block in BeautifulSoup(reply, "html.parser").find_all("div", recursive=False)
+        if block.get("data-label") not in ("Page-Header", "Page-Footer", "Blank-Page")
+        for image in block.find_all("img")
+    ]
+    alts = [" ".join(re.sub(r"[\[\]]", " ", str(image.get("alt") or "")).split()) for image in images]
+    return "".join(f"![{alt}]()\n" for alt in alts if alt)
+
+
+def write_bench(run: Run, dataset: Dataset, choice: Choice, pages: Sequence[Page]) -> None:
+    """RUN/bench as the scorer reads it: tests, PDFs, and a markdown file for every page of every PDF and repeat."""
+    files: dict[str, bytes | Path] = dict(tests_of(dataset, choice))
+    files |= {f"pdfs/{item.id}": item.path for item in choice.items}
+    for page in pages:
+        if page.status != "missing":
+            stem = page.item.id.removesuffix(".pdf")
+            files[f"{CANDIDATE}/{stem}_pg{page.number}_repeat{page.repeat}.md"] = bench_markdown(page).encode()
+    fill_folder(run.folder / "bench", files)
+
+
+def tests_of(dataset: Dataset, choice: Choice) -> Iterable[tuple[str, bytes]]:
+    """The .jsonl files, byte for byte; of a part of the PDFs only their lines, since the scorer fails on any other."""
+    chosen = {item.id for item in choice.items}
+    for file in sorted(dataset.folder.glob("*.jsonl")):
+        content = file.read_bytes()
+        if len(choice.items) < len(dataset.items):
+            lines = [line for line in content.splitlines(keepends=True) if line.strip()]
+            content = b"".join(line for line in lines if json.loads(line)["pdf"] in chosen)
+        if content.strip():
+            yield file.name, content
+
+
+def fill_folder(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Makes `folder` hold these files and no others: bytes are written, paths linked or, where that fails, copied."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in sorted(folder.rglob("*"), reverse=True):  # a folder comes after what it holds
+        if old.is_dir() and not old.is_symlink():
+            with contextlib.suppress(OSError):  # not empty
+                old.rmdir()
+        elif old.relative_to(folder).as_posix() not in files:
+            old.unlink()
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            link(content, path)
+        elif not path.exists() or path.read_bytes() != content:
+            ocr.write_atomic(path, content)
+
+
+def link(source: Path, path: Path) -> None:
+    """`path` as a link to `source`, or a copy of it where the system has no links."""
+    path.unlink(missing_ok=True)
+    try:
+        path.symlink_to(source.absolute())
+    except (OSError, NotImplementedError):
+        shutil.copyfile(source, path)
+
+
+def score_olmocr(run: Run, python: Path) -> dict[str, Any]:
+    """The scorer on RUN/bench; its printed summary as this project tells scores. The tests that failed are kept too."""
+    failed = run.folder / "failed_tests.jsonl"
+    failed.unlink(missing_ok=True)
+    # Run inside the folder: the scorer takes a [ or * in a path given to it for a pattern.
+    arguments = ["--dir", ".", "--candidate", CANDIDATE, "--output_failed", str(failed.resolve())]
+    said = run_scorer(OLMOCR_SCORER, python, arguments, run.folder, cwd=run.folder / "bench")
+    return read_olmocr_summary(said)
+
+
+HEADLINE = re.compile(
+    rf"^{CANDIDATE}\s*: Average Score: (?:FAILED \(errors\)|(?P<mean>[\d.]+)% ± (?P<half>[\d.]+)%)", re.MULTILINE
+)
+FILE_LINE = re.compile(r"^\s{8}(\S.*?)\s*: [\d.]+% \((\d+)/(\d+) tests\)\s*$", re.MULTILINE)
+TYPE_LINE = re.compile(r"^\s{4}(\w+)\s*: ([\d.]+)% average pass rate over (\d+) tests\s*$", re.MULTILINE)
+
+
+def read_olmocr_summary(said: str) -> dict[str, Any]:
+    """The scorer's last table. Raises ScorerError when it says FAILED, which it does with exit code 0."""
+    table = said.rpartition("Final Summary with 95% Confidence Intervals:")[2]
+    headline = HEADLINE.search(table)
+    if headline is None:
+        raise ScorerError(f"{OLMOCR_SCORER.package} printed no summary that can be read")
+    if headline["mean"] is None:
+        errors = re.findall(r"^\s*\[ERROR\] (.*)$", said, re.MULTILINE)
+        more = [f"and {len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
+        raise ScorerError("\n  ".join([f"{OLMOCR_SCORER.package} says FAILED:", *errors[:SHOWN], *more]))
+    parts = {
+        name.removesuffix(".jsonl"): {"score": int(passed) / int(tests), "passed": int(passed), "tests": int(tests)}
+        for name, passed, tests in FILE_LINE.findall(table)
+    }
+    mean = sum(part["score"] for part in parts.values()) / max(1, len(parts))
+    if abs(100 * mean - float(headline["mean"])) > 0.06:  # it is printed with one decimal
+        raise ScorerError(f"{OLMOCR_SCORER.package} printed {headline['mean']}%, but its parts make {100 * mean:.2f}%")
+    types = {name: {"score": float(share) / 100, "tests": int(n)} for name, share, n in TYPE_LINE.findall(table)}
+    return {
+        "headline": mean,
+        "is": "mean of the test files' shares of tests passed, the baseline tests as one file",
+        "parts": parts,
+        "plus_minus": float(headline["half"]) / 100,  # of the scorer's own bootstrap, which has no seed
+        "types": types,
+    }
+
+
+def olmocr(args: argparse.Namespace) -> int:
+    """The `olmocr` command."""
+    client = client_settings(args, math="brackets", images=False)
+    dataset = read_olmocr(*dataset_folder(OLMOCR, args.data))
+    choice = choose(dataset.items, limit=args.limit, sample=args.sample, seed=args.seed, only=args.only)
+    run = open_run(args.out, OLMOCR.name, run_settings(dataset, choice, client, args.repeats))
+    python = scorer_python(OLMOCR_SCORER, args.scorer_python) if args.score else None
+    code = ask(run, choice, client, lambda pages: write_bench(run, dataset, choice, pages), scoring=args.score)
+    if python and worth_scoring(run):
+        keep_score(run, OLMOCR_SCORER, score_olmocr(run, python))
+    return code
+
+
+# ----------------------------------------------------------------------------------------------------------- Scorers
+
+
+def worth_scoring(run: Run) -> bool:
+    """Whether every page was asked. Raises ScorerError when none has a reply: the scorers refuse that."""
+    counts = run.record["pages"]
+    if counts["failed"] == sum(counts.values()):
+        raise ScorerError("no page has a reply, so there is nothing to score")
+    return not run.record["stopped"]
+
+
+def keep_score(run: Run, scorer: Scorer, score: Mapping[str, Any]) -> None:
+    """Puts a score into run.json and says it."""
+    said = {"dpi": run.record["settings"]["dpi"], "scorer": f"{scorer.package} {scorer.version}", "at": now()}
+    run.record["score"] = {**score, **said}
+    run.save()
+    print(score_words(run.record))
+
+
+def score_words(record: Mapping[str, Any]) -> str:
+    """A score with its parts, and the dpi that it holds for: 150 is the model card's, 300 the benchmarks' authors'."""
+    score, settings = record["score"], record["settings"]
+    lines = [f"{record['benchmark']}: {100 * score['headline']:.1f} at {settings['dpi']} dpi ({settings['selection']})"]
+    for name, part in score["parts"].items():
+        lines.append(f"  {name:24}{100 * part['score']:6.1f}  of {part['tests']} tests")
+    if record["pages"]["failed"]:
+        lines.append(f"  {record['pages']['failed']} failed pages count 0")
+    return "\n".join(lines)
+
+
+def scorer_python(scorer: Scorer, given: Path | None) -> Path:
+    """The Python that has the scorer: the one given, or that of an environment made on the spot. Raises ScorerError.
+
+    It is looked for before anything is sent: hours of replies should not end at a missing package.
+    """
+    if given is None:
+        python = environment_python(SCORER_ENVIRONMENTS / scorer.name)
+        if not up_to_date(scorer, python):
+            print(f"installing {scorer.package} {scorer.version} into {python.parent.parent}", file=sys.stderr)
+            install_scorer(scorer, SCORER_ENVIRONMENTS / scorer.name)
+        return python
+    probe = f"import importlib.metadata as m; print(m.version({scorer.package!r}))"
+    try:
+        found = subprocess.run([given, "-c", probe], capture_output=True, text=True)
+    except OSError as e:
+        raise ScorerError(f"--scorer-python {given}: {e.strerror}") from None
+    if found.returncode:
+        raise ScorerError(f"{given} has no {scorer.package}: {install_words(scorer)}; or leave --scorer-python out")
+    version = found.stdout.strip()
+    if version != scorer.version:
+        print(f"{given} has {scorer.package} {version}; scores are quoted for {scorer.version}", file=sys.stderr)
+    if scorer.browser and (error := browser_error(given)):
+        raise ScorerError(f"{given}: Playwright starts no Chromium: {error.splitlines()[-1]}; {BROWSER_WORDS}")
+    return given
+
+
+def install_words(scorer: Scorer) -> str:
+    """The commands that make a scorer's environment, for error messages."""
+    words = f"pip install -r {scorer.requirements}"
+    words += f", pip install --no-deps {scorer.package}=={scorer.version}" if scorer.alone else ""
+    return words + (", python -m playwright install chromium" if scorer.browser else "")
+
+
+def environment_python(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def requirements_stamp(scorer: Scorer) -> str:
+    """What an environment was made from; it is made anew when this changes."""
+    try:
+        return digest((HERE / scorer.requirements).read_bytes(), scorer.version.encode())
+    except OSError:
+        raise ScorerError(f"{scorer.requirements} is missing beside benchmark.py: give --scorer-python") from None
+
+
+def up_to_date(scorer: Scorer, python: Path) -> bool:
+    stamp = python.parent.parent / "installed"
+    return python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == requirements_stamp(scorer)
+
+
+def install_scorer(scorer: Scorer, folder: Path) -> Path:
+    """A new environment in `folder` with the scorer in it, and a browser where it needs one; its interpreter."""
+    stamp = requirements_stamp(scorer)
+    shutil.rmtree(folder, ignore_errors=True)
+    command([find_python(scorer), "-m", "venv", folder])
+    python = environment_python(folder)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command([*pip, "-r", HERE / scorer.requirements])
+    if scorer.alone:
+        command([*pip, "--no-deps", f"{scorer.package}=={scorer.version}"])
+    if scorer.browser:
+        install_browser(python)
+    (folder / "installed").write_text(stamp, encoding="utf-8")
+    return python
+
+
+def command(words: Sequence[object], env: Mapping[str, str] | None = None) -> str:
+    """Runs a command quietly; its standard output. Raises ScorerError with its last words."""
+    try:
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**os.environ, **(env or {})})
+    except OSError as e:
+        raise ScorerError(f"{words[0]}: {e.strerror}") from None
+    if done.returncode:
+        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise ScorerError(f"{' '.join(map(str, words))} failed:\n  {last}")
+    return done.stdout
+
+
+def find_python(scorer: Scorer) -> Path:
+    """A Python new enough for the scorer: this one, one on PATH, or one that pyenv keeps. Raises ScorerError."""
+    if sys.version_info[:2] >= scorer.oldest_python:
+        return Path(sys.executable)
+    minors = range(scorer.oldest_python[1], scorer.oldest_python[1] + 6)
+    found = [shutil.which(f"python3.{minor}") for minor in minors]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    with contextlib.suppress(OSError):  # another user's
+        found += [str(path) for minor in minors for path in sorted(pyenv.glob(f"3.{minor}.*/bin/python"))]
+    for python in (Path(path) for path in found if path):
+        with contextlib.suppress(OSError):
+            if subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+                return python
+    oldest = ".".join(map(str, scorer.oldest_python))
+    raise ScorerError(
+        f"{scorer.package} needs Python {oldest} or newer, and none was found: install one, or give --scorer-python"
+    )
+
+
+LAUNCH = "from playwright.sync_api import sync_playwright as go\nwith go() as p: print(p.chromium.launch().version)"
+CHROMIUM = Path("/usr/lib/chromium/chromium")  # Debian's
+BROWSER_WORDS = (
+    "olmOCR-bench draws equations in it: run `python -m playwright install chromium` in the scorer's environment, or "
+    "on Debian `apt-get install -y --no-install-recommends chromium` and leave --scorer-python out"
+)
+
+
+def browser_environment(python: Path) -> dict[str, str]:
+    """The environment in which Playwright finds the browser that was put beside the scorer, if one was."""
+    browsers = python.parent.parent / "browsers"
+    return {**os.environ, **({"PLAYWRIGHT_BROWSERS_PATH": str(browsers.absolute())} if browsers.is_dir() else {})}
+
+
+def browser_error(python: Path) -> str:
+    """Why Playwright does not start Chromium; empty when it does."""
+    done = subprocess.run([python, "-c", LAUNCH], capture_output=True, text=True, env=browser_environment(python))
+    return done.stderr.strip() or "no reason given" if done.returncode else ""
+
+
+def install_browser(python: Path) -> None:
+    """Playwright's Chromium beside the scorer, or a link to Debian's where there is no download. Raises ScorerError."""
+    (python.parent.parent / "browsers").mkdir(exist_ok=True)
+    words = [str(python), "-m", "playwright", "install", "--only-shell", "chromium"]
+    subprocess.run(words, capture_output=True, env=browser_environment(python))
+    wanted = re.search(r"Executable doesn't exist at (.+?)[ ║]*$", browser_error(python), re.MULTILINE)
+    if wanted and CHROMIUM.exists():  # Playwright says where it looks for its own
+        Path(wanted[1]).parent.mkdir(parents=True, exist_ok=True)
+        Path(wanted[1]).symlink_to(CHROMIUM)
+    if error := browser_error(python):
+        raise ScorerError(f"Playwright starts no Chromium: {error.splitlines()[-1]}; {BROWSER_WORDS}")
+
+
+def run_scorer(scorer: Scorer, python: Path, arguments: Sequence[str], folder: Path, cwd: Path | None = None) -> str:
+    """Runs a scorer and shows its progress; its standard output, also kept in score.log. Raises ScorerError."""
+    print(f"scoring with {scorer.package} {scorer.version}", file=sys.stderr)
+    # The scorer may run in another folder; links are kept, because a venv's python is one.
+    words = [os.path.abspath(python), "-m", scorer.module, *arguments]
+    env = {**browser_environment(python), "PYTHONUTF8": "1"}
+    log, errors = folder / "score.log", bytearray()
+    with open(log, "w+b") as out:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, env=env, cwd=cwd, **streams)
+        reader = threading.Thread(target=show_progress, args=(process.stderr, errors), daemon=True)
+        reader.start()
+        try:
+            wait(process, scorer)
+        finally:
+            process.kill()
+            process.wait()
+        reader.join(timeout=10)
+        out.seek(0)
+        said = out.read()
+        out.write(b"\n" + errors)
+    if process.returncode:
+        last = (errors.strip() or said.strip()).decode("utf-8", "replace").splitlines()[-5:]
+        failed = f"{scorer.package} failed (exit code {process.returncode}); all it said is in {log}:"
+        raise ScorerError("\n  ".join([failed, *last]))
+    return said.decode("utf-8", "replace")
+
+
+def wait(process: subprocess.Popen[bytes], scorer: Scorer) -> None:
+    """Waits for the scorer, saying now and then that it still runs."""
+    started = time.monotonic()
+    while True:
+        try:
+            process.wait(timeout=QUIET)
+            return
+        except subprocess.TimeoutExpired:
+            print(f"{scorer.package} has been scoring for {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def show_progress(stream: IO[bytes], kept: bytearray) -> None:
+    """Passes a scorer's progress bars on to a terminal; everything it wrote ends up in `kept`."""
+    line = bytearray()
+    while byte := stream.read(1):
+        kept += byte
+        if byte not in b"\r\n":
+            line += byte
+            continue
+        if b"%|" in line and sys.stderr.isatty():
+            print(line.decode("utf-8", "replace"), end="\n" if b"100%|" in line else "\r", file=sys.stderr, flush=True)
+        line.clear()
+
+
+# ----------------------------------------------------------------------------------------------------------- Command
+
+
+def client_settings(args: argparse.Namespace, **fixed: Any) -> ocr.Settings:
+    """The client's settings: those given as options, and those that the benchmark fixes. Raises BadUsage."""
+    names = {field.name for field in dataclasses.fields(ocr.Settings)} & set(vars(args))
+    settings = ocr.Settings(**{name: getattr(args, name) for name in names}, **fixed)
+    ocr.check_settings(settings)
+    return settings
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
+    return int(text)
+
+
+def client_options() -> argparse.ArgumentParser:
+    """The options of every command that asks a server; they mean what they mean to ocr.py."""
+    default = ocr.Settings()
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument_group("the client (as in ocr.py)").add_argument
+    url, key = os.environ.get("OCR_URL") or default.url, os.environ.get("OCR_API_KEY") or None
+    add("--url", default=url, help="server (OCR_URL; default: %(default)s)")
+    add("--model", metavar="NAME", help="model name (default: the one the server lists)")
+    add("--api-key", metavar="KEY", default=key, help="better in the environment: OCR_API_KEY")
+    add("--engine", choices=("vllm", "cpu"), default=default.engine, help="cpu: RapidOCR on this machine, no server")
+    add(
+        "--dpi", type=int, metavar="N", default=default.dpi, help="150: the model card's; 300: the benchmarks' authors'"
+    )
+    add("--max-tokens", type=int, metavar="N", default=default.max_tokens, help="of a reply (default: %(default)s)")
+    add("--retries", type=int, metavar="N", default=default.retries, help="of a looping reply (default: %(default)s)")
+    add("--loop-stop", action="store_true", help="let vLLM's repetition detector end a looping reply early")
+    add("--retry-suspect", action="store_true", help="ask again for suspect pages")
+    add("--concurrency", type=int, metavar="N", help="pages at the server at once (default: follow the server)")
+    add("--workers", type=int, metavar="N", help="render processes (default: one a core)")
+    add(
+        "--patience", type=float, metavar="SECONDS", default=default.patience, help="with a server that stops answering"
+    )
+    add("--timeout", type=float, metavar="SECONDS", default=default.timeout, help="for one reply")
+    add("--wait", type=float, metavar="SECONDS", default=default.wait, help="for a server that is still starting")
+    return parser
+
+
+def scored_options() -> argparse.ArgumentParser:
+    """The options of the commands that run a public benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--out", type=Path, metavar="DIR", required=True, help="the run's folder; the same command again goes on there")
+    add("--data", type=Path, metavar="DIR", help="the dataset's folder (default: download the pinned revision)")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--limit", type=count, metavar="N", default=0, help="only the first N")
+    part.add_argument("--sample", type=count, metavar="N", default=0, help="only N, at random, spread over the suites")
+    add("--seed", type=int, metavar="N", default=0, help="of --sample (default: %(default)s)")
+    add("--only", type=Path, metavar="FILE", help="only those that FILE names, one a line")
+    add("--score", action="store_true", help="run the benchmark's own scorer when the pages are read")
+    add("--scorer-python", type=Path, metavar="PATH", help="the Python that has it (default: install it in .scorers)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Benchmarks for ocr.py, scored by the benchmarks' own scorers.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        options = commands.add_parser(
+            run.__name__, parents=[scored_options(), client_options()], help=about, description=about
+        )
+        options.set_defaults(command=run)
+        return options
+
+    command(omni, "omni_parse_bench: text, tables and layout (--limit, --sample and --only count pages)")
+    of_pdfs = command(olmocr, "olmOCR-bench: facts about pages (--limit, --sample and --only count PDFs)")
+    of_pdfs.add_argument("--repeats", type=count, metavar="N", default=1, help="greedy passes (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    args = parse(argv)
+    try:
+        return int(args.command(args))
+    except ocr.BadUsage as e:
+        code, words = 2, str(e)
+    except ocr.NoServer as e:
+        code, words = 3, f"{e}\n{ocr.START_SERVER}"
+    except ScorerError as e:
+        code, words = 1, str(e)
+    except OSError as e:
+        code, words = 1, f"{e.filename or 'the run'}: {e.strerror or e}; run the same command again to go on"
+    except KeyboardInterrupt:
+        code, words = 130, "interrupted; run the same command again to go on where it stopped"
+    print(f"benchmark.py: {words}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
