@@ -92,7 +92,7 @@ SCORERS = {scorer.name: scorer for scorer in (OMNI_SCORER, OLMOCR_SCORER)}
 
 
 class ScorerError(Exception):
-    """A scorer could not be installed or run, or its words could not be read; exit code 1."""
+    """A command failed: a scorer could not be installed or run, or its words could not be read; exit code 1."""
 
 
 # ---------------------------------------------------------------------------------------------------------- Datasets
@@ -257,7 +257,7 @@ def read_olmocr(folder: Path, revision: str | None) -> Dataset:
 
 
 def read_tests(file: Path) -> Iterable[tuple[int, dict[str, Any], str | None]]:
-    """Each line of a .jsonl: its number, its test, and what is wrong with it. Blank lines are skipped, as by the scorer."""
+    """Each line of a .jsonl: its number, its test, and what is wrong with it; blank lines do not count."""
     seen = set()
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -360,15 +360,11 @@ def open_run(folder: Path, benchmark: str, settings: Mapping[str, Any]) -> Run:
     except (ValueError, KeyError, TypeError):
         raise ocr.BadUsage(f"{file} is no run.json of a benchmark: give --out a new folder") from None
     after = {"benchmark": benchmark, **settings}
-    changed = [
-        f"{key}: {before.get(key)} then, {after.get(key)} now" for key in after if before.get(key) != after.get(key)
-    ]
-    if changed:
-        raise ocr.BadUsage(
-            "\n  ".join(
-                [f"{folder} holds a run with other settings: change them back, or give another --out", *changed]
-            )
-        )
+    differ = [key for key in after if before.get(key) != after[key]]
+    if differ:
+        changed = [f"{key}: {str(before.get(key))[:80]} then, {str(after[key])[:80]} now" for key in differ]
+        head = f"{folder} holds a run with other settings: change them back, or give another --out"
+        raise ocr.BadUsage("\n  ".join([head, *changed]))
     return Run(folder, record)
 
 
@@ -377,7 +373,7 @@ def now() -> str:
 
 
 def run_settings(dataset: Dataset, choice: Choice, client: ocr.Settings, repeats: int = 1) -> dict[str, Any]:
-    """All that decides what is asked and what is scored; a folder holds replies to one of these only."""
+    """All that decides what is asked and scored but the model (`note_server`); a folder holds a run of one of these."""
     names = "\n".join(item.id for item in choice.items)
     return {
         "dataset": dataset.name,
@@ -388,7 +384,6 @@ def run_settings(dataset: Dataset, choice: Choice, client: ocr.Settings, repeats
         "items_sha256": digest(names.encode()),
         "repeats": repeats,
         "engine": client.engine,
-        "model": client.model,
         "dpi": client.dpi,
         "max_tokens": client.max_tokens,
         "retries": client.retries,
@@ -407,13 +402,10 @@ def sampling_words(sampling: ocr.Sampling) -> str:
 
 def client_commit() -> str | None:
     """The commit of the client, with "+changes" when its files differ from it; None outside a repository."""
-    git = ["git", "-C", str(HERE)]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", "ocr.py", "benchmark.py"], capture_output=True, text=True
-        )
-        return commit + ("+changes" if changes.stdout.strip() else "")
+    git = ["git", "-C", HERE]
+    with contextlib.suppress(ScorerError):
+        commit = command([*git, "rev-parse", "HEAD"]).strip()
+        return commit + ("+changes" if command([*git, "status", "--porcelain", "--", "ocr.py", "benchmark.py"]) else "")
     return None
 
 
@@ -494,20 +486,21 @@ def ask(
             raise
         print(f"{run.folder}: no server answers, and none is needed: every page has a reply", file=sys.stderr)
         return 0
-    pages = read_pages(run, choice, client)
+    pages, code = read_pages(run, choice, client)
     write(pages)
     write_totals(run, pages)
-    return report(run, pages)
+    report(run, pages)
+    return code or int(run.record["pages"]["failed"] > 0)
 
 
-def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> list[Page]:
-    """Every page of the chosen items by the client, as often as the run's settings say; a session in run.json."""
+def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> tuple[list[Page], int]:
+    """Every page of the chosen items, read as often as the run's settings say; and the client's exit code."""
     repeats = run.record["settings"]["repeats"]
     session: dict[str, Any] = {"started": now(), "commit": client_commit()}
     run.record["sessions"].append(session)
     run.save()
     pages: list[Page] = []
-    asked = tokens = 0
+    asked = tokens = code = 0
     started = time.monotonic()
     for repeat in range(1, repeats + 1):
         progress = ocr.Progress(quiet=False, verbose=False)
@@ -525,9 +518,10 @@ def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> list[Page]:
         pages += gather(choice.items, result, repeat)
         run.record["ocr"], run.record["versions"] = result.summary["ocr"], result.summary["versions"]
         run.record["stopped"] = result.stopped
+        code = max(code, result.exit_code)
         if result.stopped:
             break
-    return pages
+    return pages, code
 
 
 def drop_score(run: Run) -> None:
@@ -573,8 +567,8 @@ def write_totals(run: Run, pages: Sequence[Page]) -> None:
     run.save()
 
 
-def report(run: Run, pages: Sequence[Page]) -> int:
-    """Says how the pages went; the exit code."""
+def report(run: Run, pages: Sequence[Page]) -> None:
+    """Says how the pages went."""
     counts, speed = run.record["pages"], run.record["pages_per_second"]
     failed = [page for page in pages if page.status == ocr.FAILED]
     for page in failed[:SHOWN]:
@@ -585,9 +579,7 @@ def report(run: Run, pages: Sequence[Page]) -> int:
     told += f", {speed} pages/s" if speed else ""
     print(f"{run.folder}: {len(pages)} pages at {run.record['settings']['dpi']} dpi: {told}")
     if run.record["stopped"]:
-        print("the run is not finished, run the same command again to go on", file=sys.stderr)
-        return 3 if counts["missing"] else 1
-    return 1 if failed else 0
+        print(f"not finished ({run.record['stopped']}): run the same command again to go on", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------------------- omni

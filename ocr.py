@@ -241,9 +241,9 @@ class RunResult:
 
 IMAGE_SUFFIXES = frozenset(
     (
-        ".apng .avif .avifs .bmp .blp .bufr .cur .dcx .dds .dib .emf .eps .fits .fli .flc .ftc .ftu .gbr .gif .heic .heif "
-        ".hif .icns .ico .iim .im .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .mic .mpo .msp .pbm .pcd .pcx .pfm "
-        ".pgm .png .pnm .ppm .psd .pxr .qoi .ras .rgb .rgba .sgi .tga .tif .tiff .webp .xbm .xpm"
+        ".apng .avif .avifs .bmp .blp .bufr .cur .dcx .dds .dib .emf .eps .fits .fli .flc .ftc .ftu .gbr .gif .heic "
+        ".heif .hif .icns .ico .iim .im .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .mic .mpo .msp .pbm .pcd "
+        ".pcx .pfm .pgm .png .pnm .ppm .psd .pxr .qoi .ras .rgb .rgba .sgi .tga .tif .tiff .webp .xbm .xpm"
     ).split()
 )
 # The first bytes of a PDF and of the images people have, for files in a folder whose names say nothing.
@@ -403,7 +403,7 @@ RESERVED = re.compile(r"(pages|images|view|run\.json|.*\.(md|html|json|pdf))", r
 
 
 def places(found: Found) -> Iterator[str]:
-    """Where a document may go, best first: its path below the root, with its extension, with its root's name, counted."""
+    """Where a document may go, best first: its path below the root, with its extension, its root's name, a number."""
     relative = [safe_part(part) for part in found.source.relative_to(found.root).parts[:-1]]
     stem, full = safe_part(found.source.stem), safe_part(found.source.name)
     if not RESERVED.fullmatch(stem):
@@ -495,8 +495,8 @@ def survey(source: Path, password: str | None) -> Survey:
                     "the PDF has no pages: PDFium finds no page tree in it; repair it (qpdf, mutool clean)"
                 )
             form = pdf.get_formtype()
-        notes = ("an XFA form: only what its PDF pages hold can be drawn",) if form in (2, 3) else ()
-        return Survey("pdf", pages, sha256, stamp, form != 0, notes)
+        xfa = ("an XFA form: only what its PDF pages hold can be drawn",) if form in (2, 3) else ()
+        return Survey("pdf", pages, sha256, stamp, form != 0, xfa)
     frames, notes = survey_image(source)
     return Survey("image", frames, sha256, stamp, False, notes)
 
@@ -593,8 +593,8 @@ def check_image_size(size: tuple[int, int]) -> None:
         raise DocumentError("the image has no pixels")
     if width * height > MAX_IMAGE:
         raise DocumentError(
-            f"the image claims {width} x {height} px, more than the {MAX_IMAGE // 1_000_000} megapixels that are decoded; "
-            "scale it down"
+            f"the image claims {width} x {height} px, more than the {MAX_IMAGE // 1_000_000} megapixels that "
+            "are decoded; scale it down"
         )
 
 
@@ -695,8 +695,8 @@ def check_aspect(width: float, height: float) -> None:
     """Raises PageError for a strip that the server refuses."""
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise PageError(
-            f"the page is {max(width, height) / min(width, height):.0f} times as long as wide ({width:.0f} x {height:.0f}) and "
-            f"the model takes {MAX_ASPECT} times at most; cut it into shorter pages"
+            f"the page is {max(width, height) / min(width, height):.0f} times as long as wide ({width:.0f} x "
+            f"{height:.0f}) and the model takes {MAX_ASPECT} times at most; cut it into shorter pages"
         )
 
 
@@ -743,15 +743,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Any of Pillow's modes as RGB: what is transparent on white, deep greys by the range they use."""
     image_module = pillow()
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        low, high = image.getextrema()
-        if not (math.isfinite(low) and math.isfinite(high)):  # type: ignore[arg-type]
+        low, high = (float(value) for value in image.getextrema())  # type: ignore[arg-type]
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("the image holds infinite values")
-        scale = 255 / (high - low) if high > low else 0.0  # type: ignore[operator]
+        scale = 255 / (high - low) if high > low else 0.0
         flat = 0 if high > low else 255  # one grey all over is paper
         if image.mode == "I;16B":
             image = image.convert("I")
         deep = image.convert("F") if image.mode != "F" else image
-        return deep.point(lambda v: v * scale + (flat - low * scale)).convert("L").convert("RGB")  # type: ignore[operator]
+        return deep.point(lambda v: v * scale + (flat - low * scale)).convert("L").convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         straight = image.convert("RGBA")
         paper = image_module.new("RGBA", straight.size, "white")
@@ -812,7 +812,7 @@ INK = 0.0001  # share of pixels: less is dust, or a page with nothing on it
 
 
 def ink_share(small: Image.Image) -> float:
-    """The share of a reduced page's pixels that stand out from what surrounds them: a shadow does not, a letter does."""
+    """The share of a reduced page's pixels that stand out from what surrounds them: letters do, shadows do not."""
     from PIL import ImageChops, ImageFilter
 
     grey = small.convert("L")
@@ -907,7 +907,7 @@ def request_frame(model: str, max_tokens: int, sampled: Sampling, loop_stop: boo
 
 
 def repeats_at_end(text: str, cut: int = 0) -> bool:
-    """Chandra's rule: for some n up to 250, the last n characters stand there over int(4 (1 + 3 / n)) times in a row."""
+    """Chandra's rule: for an n up to 250, the last n characters stand there over int(4 (1 + 3 / n)) times in a row."""
     text = text[:-cut] if cut else text
     for n in range(1, min(250, len(text)) + 1):
         times = int(4 * (1 + 3 / n)) + 1
@@ -918,7 +918,7 @@ def repeats_at_end(text: str, cut: int = 0) -> bool:
 
 
 def repeats(text: str) -> bool:
-    """Whether a reply is asked for again because it loops: the rule, for the reply and without its last 50 characters."""
+    """Whether a reply is asked for again as it loops: the rule, for all of it and without its last 50 characters."""
     return repeats_at_end(text) or (len(text) > 50 and repeats_at_end(text, cut=50))
 
 
@@ -1099,8 +1099,8 @@ class Server:
         import aiohttp
 
         headers = {"authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
-        # One session for all: aiohttp's pool costs the same at 1,024 connections as at 1 (httpx's does not: 26 ms of CPU
-        # a request at 640). vLLM closes idle connections after 5 s, so they are not kept that long here.
+        # One session for all: aiohttp's pool costs the same at 1,024 connections as at 1 (httpx's does not: 26 ms of
+        # CPU a request at 640). vLLM closes idle connections after 5 s, so they are not kept that long here.
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
             timeout=aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=10.0),
@@ -1335,7 +1335,7 @@ class Gate:
 
 
 def backoff(tries: int) -> float:
-    """Seconds to wait before try `tries` (from 0): doubling from 1 to 30, with jitter so that pages do not march in step."""
+    """Seconds before try `tries` (from 0): doubling from 1 to 30, with jitter so that pages do not march in step."""
     return float(min(30.0, 2.0 ** min(tries, 5)) * random.uniform(0.5, 1.0))
 
 
@@ -1477,11 +1477,12 @@ LEAVES = RUNNING | {"Text", "Section-Header", "Caption", "Footnote", "Equation-B
 
 HTML_TAGS = frozenset(
     (
-        "a abbr address article aside b bdi bdo big blockquote body br button caption center chem cite code col colgroup "
+        "a abbr address article aside b bdi bdo big blockquote body br button caption center chem cite code col "
+        "colgroup "
         "dd del details dfn div dl dt em fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 head header hr "
-        "html i img input ins kbd label legend li link main map mark math menu meta nav ol optgroup option p pre q rp rt "
-        "ruby s samp section select small span strike strong style sub summary sup table tbody td textarea tfoot th thead "
-        "time title tr tt u ul var wbr"
+        "html i img input ins kbd label legend li link main map mark math menu meta nav ol optgroup option p pre q rp "
+        "rt ruby s samp section select small span strike strong style sub summary sup table tbody td textarea tfoot th "
+        "thead time title tr tt u ul var wbr"
     ).split()
 )
 # Gone with all they hold: nothing in them was read from a page.
@@ -1524,7 +1525,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        return " ".join("".join(self.element.itertext()).split())  # type: ignore[arg-type]
+        return " ".join("".join(self.element.itertext()).split())
 
 
 def read_reply(raw: str) -> list[Block]:
@@ -1625,7 +1626,7 @@ def top_level(root: etree._Element) -> Iterator[etree._Element]:
 
 
 def says_something(element: etree._Element) -> bool:
-    return bool("".join(element.itertext()).strip()) or element.find(".//img") is not None  # type: ignore[arg-type]
+    return bool("".join(element.itertext()).strip()) or element.find(".//img") is not None
 
 
 def block_of(element: etree._Element) -> Iterator[Block]:
@@ -1635,7 +1636,7 @@ def block_of(element: etree._Element) -> Iterator[Block]:
     if label in LEAVES:
         for inner in nested:
             keep_tail(inner)
-            inner.getparent().remove(inner)  # type: ignore[union-attr]
+            inner.getparent().remove(inner)
         yield Block(label, parse_box(element.get("data-bbox")), element)
         for inner in nested:
             yield from block_of(inner)
@@ -1722,7 +1723,7 @@ def block_markdown(block: Block, style: Style) -> list[str]:
     """The paragraphs of one block."""
     element = block.element
     if block.label == "Code-Block" and element.find(".//pre") is None and element.find(".//code") is None:
-        return [code_block("".join(element.itertext()), "")]  # type: ignore[arg-type]
+        return [code_block("".join(element.itertext()), "")]
     if block.label == "Section-Header" and not any(child.tag in HEADINGS for child in element.iter()):
         return [f"## {' '.join(inline(element, style).split())}"] if block.text else []
     if block.label in FIGURES:
@@ -1746,8 +1747,8 @@ def figure_markdown(block: Block, style: Style) -> list[str]:
 HEADINGS = {"h1": 1, "h2": 2, "h3": 3, "h4": 4, "h5": 5, "h6": 6}
 BLOCK_TAGS = frozenset(
     (
-        "address article aside blockquote body center dd details div dl dt fieldset figcaption figure footer form h1 h2 "
-        "h3 h4 h5 h6 header hr legend li main menu nav ol p pre section summary table ul"
+        "address article aside blockquote body center dd details div dl dt fieldset figcaption figure footer form h1 "
+        "h2 h3 h4 h5 h6 header hr legend li main menu nav ol p pre section summary table ul"
     ).split()
 )
 
@@ -1795,7 +1796,7 @@ def block_element(element: etree._Element, style: Style) -> list[str]:
     if tag == "table":
         return [table_html(element, style)]
     if tag == "pre":
-        return [code_block("".join(element.itertext()), code_language(element))]  # type: ignore[arg-type]
+        return [code_block("".join(element.itertext()), code_language(element))]
     if tag == "hr":
         return ["---"]
     if tag == "math":
@@ -1806,7 +1807,7 @@ def block_element(element: etree._Element, style: Style) -> list[str]:
 
 
 def element_text(element: etree._Element) -> str:
-    return "".join(element.itertext())  # type: ignore[arg-type]
+    return "".join(element.itertext())
 
 
 def marked(text: str | None) -> str:
@@ -2256,7 +2257,7 @@ PLAIN_MARKUP = re.compile(
 
 
 def is_plain_markup(raw: str) -> bool:
-    """Whether a raw reply is nothing but the tags and attributes Chandra writes, so that a browser may open it as it is."""
+    """Whether a raw reply holds only the tags and attributes Chandra writes, so that a browser may open it as it is."""
     return PLAIN_MARKUP.fullmatch(raw) is not None
 
 
@@ -2640,7 +2641,8 @@ def markdown_parts(document: Document) -> Iterator[str]:
 def html_parts(document: Document, wanted: Wanted) -> Iterator[str]:
     title = html.escape(show(Path(document.source.name)))
     policy = "default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'"
-    yield f'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    yield '<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     yield f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
     yield f"<style>\n{PAGE_STYLE}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
     for number in document.numbers:
@@ -3201,7 +3203,7 @@ def recognize_png(png: bytes) -> str:
 
 
 class CpuEngine:
-    """RapidOCR in processes of this machine, answering as the server does: text lines only, no tables, maths or labels."""
+    """RapidOCR in processes of this machine, answering as the server does: lines of text, no tables or maths."""
 
     limits = "text lines in reading order; no tables, maths, pictures or layout labels"
 
@@ -3273,7 +3275,7 @@ class Workers:
         for last in (False, True):
             pool = self.pool
             try:
-                return await asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit))  # type: ignore[no-any-return]
+                return await asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit))
             except ProcessExpired as e:
                 raise Crashed(f"the worker process died (exit code {e.exitcode})") from None
             except (BrokenProcessPool, RuntimeError):
@@ -3337,7 +3339,7 @@ async def run_async(
     on_event: Listener | None = None,
     on_totals: Callable[[Totals], None] | None = None,
 ) -> RunResult:
-    """Reads documents into `out`. Raises BadUsage or NoServer before anything is sent; later faults are in the result."""
+    """Reads documents into `out`. Raises BadUsage or NoServer before anything is sent; later faults are told."""
     run = Run(Path(out), settings, on_page, on_event, on_totals)
     return await run.go(list(inputs))
 
@@ -3500,7 +3502,7 @@ class Run:
             )
 
     async def open(self, found: Found) -> tuple[Document, list[int]] | None:
-        """A file's document, its place and the pages that an earlier run has not done; None when there is nothing to do."""
+        """A file's document with its place, and the pages that no earlier run has done; None when it cannot be read."""
         self.counts["found"] += 1
         result = DocumentResult(found.source)
         folder = self.places.claim(found)
@@ -3518,7 +3520,8 @@ class Run:
         result.folder, result.notes = folder, document.notes
         for note in document.notes:
             self.say("info", f"{show(found.source)}: {note}")
-        done, together = {}, False
+        done: dict[int, PageResult] = {}
+        together = False
         if not self.settings.overwrite and (folder / "pages").is_dir():
             done, together = await self.workers.run(
                 None, pages_done, document, self.wanted, self.settings.retry_suspect
@@ -3605,7 +3608,7 @@ class Run:
             error = None if picture else error  # an earlier attempt's reply stands
         known = dataclasses.replace(picture, png=b"") if picture else None
         hashed = reply_hash(attempts[best_attempt(attempts)].text) if attempts and not error else None
-        twin = bool(known) and self.has_twin((document.folder, number), hashed, known.fingerprint)
+        twin = known is not None and self.has_twin((document.folder, number), hashed, known.fingerprint)
         job = PageJob(document, number, self.wanted, known, tuple(attempts), error, hashed, twin)
         task = asyncio.ensure_future(self.finish(job))
         self.finishing.add(task)
@@ -3676,7 +3679,7 @@ class Run:
         )
 
     async def weigh(self, fault: Fault, faults: int, replies: int) -> int:
-        """How many faults are the page's own so far: those while the server answers others. Raises PageError past its budget."""
+        """How many faults are the page's own so far: those while the server answers others. Raises PageError."""
         others = self.gate.replies > replies
         if not others and fault.status and fault.status >= 500 and self.gate.in_row >= 3:
             others = await self.engine.alive()
@@ -3875,8 +3878,8 @@ def context_too_small(attempt: Attempt, settings: Settings) -> str | None:
     if attempt.finish_reason != "length" or tokens is None or tokens >= settings.max_tokens:
         return None
     return (
-        f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. Start vLLM with "
-        f"--max-model-len {settings.max_tokens + PROMPT_TOKENS + 4} or more (llama.cpp: that much for each slot), "
+        f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. Start vLLM "
+        f"with --max-model-len {settings.max_tokens + PROMPT_TOKENS + 4} or more (llama.cpp: that much for each slot), "
         f"or run with --max-tokens {max(1, tokens)}"
     )
 
@@ -3896,8 +3899,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ocr.py",
         description="Reads PDFs and images into markdown and HTML with Chandra OCR 2 on a vLLM server.",
-        epilog="exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable server; "
-        "130 interrupted",
+        epilog="exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable "
+        "server; 130 interrupted",
     )
     add = parser.add_argument
     add(
@@ -3989,8 +3992,8 @@ class Progress:
 
     def page(self, page: PageResult) -> None:
         if self.verbose and not page.cached:
-            said = f"{page.status}, {page.attempts} attempt{'s' * (page.attempts != 1)}, {page.tokens} tokens, {page.seconds:.1f} s"
-            self.event("info", f"{show(page.source)}, page {page.number}: {said}")
+            said = f"{page.attempts} attempt{'s' * (page.attempts != 1)}, {page.tokens} tokens, {page.seconds:.1f} s"
+            self.event("info", f"{show(page.source)}, page {page.number}: {page.status}, {said}")
 
     def show(self, totals: Totals) -> None:
         self.totals = totals
@@ -4040,8 +4043,8 @@ def summary_lines(result: RunResult, out: Path) -> Iterator[str]:
     fresh = pages[OK] + pages[SUSPECT] + pages[FAILED] - pages["cached"]
     kept = f" ({pages['cached']} from an earlier run)" if pages["cached"] else ""
     yield (
-        f"{pages[OK]} pages ok, {pages[SUSPECT]} suspect, {pages[FAILED]} failed{kept}; {result.summary['tokens']} tokens, "
-        f"{seconds:.1f} s, {fresh / max(seconds, 0.001):.2f} pages/s"
+        f"{pages[OK]} pages ok, {pages[SUSPECT]} suspect, {pages[FAILED]} failed{kept}; {result.summary['tokens']} "
+        f"tokens, {seconds:.1f} s, {fresh / max(seconds, 0.001):.2f} pages/s"
     )
 
 
@@ -4089,7 +4092,8 @@ async def check(settings: Settings) -> int:
         await server.connect()
         model = server.model
         print(
-            f"{bare_url(server.url)}: model {model.name} ({model.root or 'root unknown'}), version {server.version or 'unknown'}"
+            f"{bare_url(server.url)}: model {model.name} ({model.root or 'root unknown'}), "
+            f"version {server.version or 'unknown'}"
         )
         needed = settings.max_tokens + PROMPT_TOKENS
         if model.max_model_len and model.max_model_len < needed:

@@ -333,6 +333,25 @@ def test_a_page_that_fails_and_then_does_not(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "predictions/waves_p2.json").exists() and not list((tmp_path / "records").iterdir())
 
 
+def test_a_server_that_dies_leaves_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Standin(by_page, seconds=0.3) as server:
+        words = ["olmocr", "--data", OLMOCR, "--out", tmp_path, "--url", server.url, "--concurrency", "1", "--score"]
+        python = fake_scorer(tmp_path.parent, "0.4.27", "", 1)  # it is not asked to score half a run
+
+        def dies_at_the_third(request: Request) -> Says:
+            server.engine_dead = server.engine_dead or request.number >= 2
+            return by_page(request)
+
+        server.answer = dies_at_the_third
+        assert run(*words, "--patience", "1", "--scorer-python", python) == 3
+        assert "not finished" in capsys.readouterr().err
+        record = read(tmp_path / "run.json")
+        assert record["pages"]["missing"] > 0 and record["pages"]["failed"] == 0
+        server.engine_dead, server.answer = False, by_page
+        assert run(*words[:-1]) == 0
+    assert read(tmp_path / "run.json")["pages"] == {"ok": 11, "suspect": 0, "failed": 0, "missing": 0}
+
+
 def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("omni", "--data", OMNI, "--out", tmp_path, "--url", "http://127.0.0.1:9/v1") == 3
     assert "127.0.0.1:9" in capsys.readouterr().err
