@@ -38,7 +38,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -155,8 +155,12 @@ def download(source: Source) -> Path:
 def refuse_dataset(name: str, folder: Path, problems: Sequence[str]) -> None:
     """Raises BadUsage with every problem, before anything is sent."""
     if problems:
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ocr.BadUsage("\n  ".join([f"{folder} is no whole {name}; nothing was sent:", *problems[:SHOWN], *more]))
+        raise ocr.BadUsage("\n  ".join([f"{folder} is no whole {name}; nothing was sent:", *listed(problems)]))
+
+
+def listed(lines: Sequence[str]) -> list[str]:
+    """The first lines of a list, and how many more it has."""
+    return [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
 
 
 def digest(*parts: bytes) -> str:
@@ -290,8 +294,7 @@ def choose(
         names = read_names(only)
         unknown = sorted(names - {item.id for item in items})
         if unknown:
-            shown = ", ".join(unknown[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
-            raise ocr.BadUsage(f"{only}: not in the dataset: {shown}")
+            raise ocr.BadUsage(f"{only}: not in the dataset: {', '.join(listed(unknown))}")
         chosen, words = [item for item in items if item.id in names], [f"{len(names)} named in {only.name}"]
     if sample and sample < len(chosen):
         picked = set(spread(chosen, sample, seed))
@@ -495,26 +498,14 @@ def ask(
 
 def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> tuple[list[Page], int]:
     """Every page of the chosen items, read as often as the run's settings say; and the client's exit code."""
-    repeats = run.record["settings"]["repeats"]
-    session: dict[str, Any] = {"started": now(), "commit": client_commit()}
-    run.record["sessions"].append(session)
-    run.save()
+    paths = list(dict.fromkeys(item.path for item in choice.items))
+    repeats, code = run.record["settings"]["repeats"], 0
     pages: list[Page] = []
-    asked = tokens = code = 0
-    started = time.monotonic()
+    session = Session(run)
     for repeat in range(1, repeats + 1):
-        progress = ocr.Progress(quiet=False, verbose=False)
-        hooks: dict[str, Any] = {"on_page": progress.page, "on_event": progress.event, "on_totals": progress.show}
         folder = run.folder / "ocr" if repeats == 1 else run.folder / "ocr" / f"repeat{repeat}"
-        try:
-            result = ocr.run(list(dict.fromkeys(item.path for item in choice.items)), folder, client, **hooks)
-        finally:  # what arrived before an interruption counts
-            progress.close()
-            asked, tokens = asked + progress.totals.done - progress.totals.cached, tokens + progress.totals.tokens
-            session |= {"seconds": round(time.monotonic() - started, 3), "pages": asked, "tokens": tokens}
-            if asked:
-                drop_score(run)
-            run.save()
+        with session.one_pass() as hooks:
+            result = ocr.run(paths, folder, client, **hooks)
         pages += gather(choice.items, result, repeat)
         run.record["ocr"], run.record["versions"] = result.summary["ocr"], result.summary["versions"]
         run.record["stopped"] = result.stopped
@@ -522,6 +513,47 @@ def read_pages(run: Run, choice: Choice, client: ocr.Settings) -> tuple[list[Pag
         if result.stopped:
             break
     return pages, code
+
+
+class Session:
+    """One call's work on a run, as run.json tells it: written while it goes on, so that a kill loses little of it."""
+
+    EVERY = 10.0  # s
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.started = self.saved = time.monotonic()
+        self.passes: list[ocr.Totals] = []
+        self.entry: dict[str, Any] = {"started": now(), "commit": client_commit()}
+        run.record["sessions"].append(self.entry)
+        self.save()
+
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[dict[str, Any]]:
+        """The client's hooks for one pass over the pages: a progress bar, and the session kept up to date."""
+        progress = ocr.Progress(quiet=False, verbose=False)
+        self.passes.append(progress.totals)
+
+        def show(totals: ocr.Totals) -> None:
+            progress.show(totals)
+            self.passes[-1] = totals
+            if time.monotonic() - self.saved > self.EVERY:
+                self.save()
+
+        try:
+            yield {"on_page": progress.page, "on_event": progress.event, "on_totals": show}
+        finally:
+            progress.close()
+            self.save()
+
+    def save(self) -> None:
+        self.saved = time.monotonic()
+        asked = sum(totals.done - totals.cached for totals in self.passes)
+        tokens = sum(totals.tokens for totals in self.passes)
+        self.entry |= {"seconds": round(self.saved - self.started, 3), "pages": asked, "tokens": tokens}
+        if asked:
+            drop_score(self.run)
+        self.run.save()
 
 
 def drop_score(run: Run) -> None:
@@ -551,10 +583,9 @@ def gather(items: Iterable[Item], result: ocr.RunResult, repeat: int) -> list[Pa
 
 
 def write_totals(run: Run, pages: Sequence[Page]) -> None:
-    """The counts of run.json. Pages per second are of the pages asked in the sessions that ended, not of those kept."""
+    """The counts of run.json. Pages per second leave out the sessions that only found all pages done."""
     record = run.record
-    sessions = [session for session in record["sessions"] if "seconds" in session]
-    working = [session for session in sessions if session["pages"]]
+    working = [session for session in record["sessions"] if session["pages"]]
     seconds = sum(session["seconds"] for session in working)
     record["pages"] = {status: sum(page.status == status for page in pages) for status in STATUSES}
     record["failed_pages"] = {page.name: page.error for page in pages if page.status == ocr.FAILED}
@@ -562,19 +593,17 @@ def write_totals(run: Run, pages: Sequence[Page]) -> None:
         page.name: page.result.reasons for page in pages if page.result and page.status == ocr.SUSPECT
     }
     record["tokens"] = sum(page.result.tokens for page in pages if page.result)
-    record["wall_seconds"] = round(sum(session["seconds"] for session in sessions), 3)
+    record["wall_seconds"] = round(sum(session["seconds"] for session in record["sessions"]), 3)
     record["pages_per_second"] = round(sum(session["pages"] for session in working) / seconds, 3) if seconds else None
     run.save()
 
 
 def report(run: Run, pages: Sequence[Page]) -> None:
-    """Says how the pages went."""
+    """Says how the pages went; the client has said why pages failed while it ran."""
     counts, speed = run.record["pages"], run.record["pages_per_second"]
-    failed = [page for page in pages if page.status == ocr.FAILED]
-    for page in failed[:SHOWN]:
-        print(f"{page.item.path}, page {page.number}: {page.error}", file=sys.stderr)
-    if len(failed) > SHOWN:
-        print(f"and {len(failed) - SHOWN} more failed pages, see {run.folder / 'run.json'}", file=sys.stderr)
+    failed = list(run.record["failed_pages"])
+    if failed:
+        print(f"failed: {', '.join(listed(failed))}; why is in {run.folder / 'run.json'}", file=sys.stderr)
     told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
     told += f", {speed} pages/s" if speed else ""
     print(f"{run.folder}: {len(pages)} pages at {run.record['settings']['dpi']} dpi: {told}")
@@ -744,9 +773,11 @@ def numbered(markup: str) -> str:
 
 def write_predictions(run: Run, dataset: Dataset, pages: Sequence[Page]) -> None:
     """The run folder as `opb grade` reads it: a prediction of each page with a reply, a record of each failed one."""
+    from tqdm import tqdm
+
     for name in ("predictions", "records"):
         (run.folder / name).mkdir(exist_ok=True)
-    for page in pages:
+    for page in tqdm(pages, "predictions", disable=None, unit="page", leave=False):  # None: only on a terminal
         prediction, record = (run.folder / name / f"{page.item.id}.json" for name in ("predictions", "records"))
         if page.result is None or page.status == ocr.FAILED:
             prediction.unlink(missing_ok=True)
@@ -787,13 +818,13 @@ def omni(args: argparse.Namespace) -> int:
     client = client_settings(args, pages="1")  # a page file is one page; the benchmark's own adapter reads no more
     dataset = read_omni(*dataset_folder(OMNI, args.data))
     choice = choose(dataset.items, limit=args.limit, sample=args.sample, seed=args.seed, only=args.only)
-    for note in dataset.notes[:SHOWN]:
+    for note in listed(dataset.notes):
         print(f"{dataset.folder}: {note}", file=sys.stderr)
     run = open_run(args.out, OMNI.name, run_settings(dataset, choice, client))
     python = scorer_python(OMNI_SCORER, args.scorer_python) if args.score else None
     code = ask(run, choice, client, lambda pages: write_predictions(run, dataset, pages), scoring=args.score)
     if python and worth_scoring(run):
-        keep_score(run, OMNI_SCORER, score_omni(run, dataset, python))
+        keep_score(run, score_omni(run, dataset, python), OMNI_SCORER, python)
     return code
 
 
@@ -906,8 +937,7 @@ def read_olmocr_summary(said: str) -> dict[str, Any]:
         raise ScorerError(f"{OLMOCR_SCORER.package} printed no summary that can be read")
     if headline["mean"] is None:
         errors = re.findall(r"^\s*\[ERROR\] (.*)$", said, re.MULTILINE)
-        more = [f"and {len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
-        raise ScorerError("\n  ".join([f"{OLMOCR_SCORER.package} says FAILED:", *errors[:SHOWN], *more]))
+        raise ScorerError("\n  ".join([f"{OLMOCR_SCORER.package} says FAILED:", *listed(errors)]))
     parts = {
         name.removesuffix(".jsonl"): {"score": int(passed) / int(tests), "passed": int(passed), "tests": int(tests)}
         for name, passed, tests in FILE_LINE.findall(table)
@@ -934,7 +964,7 @@ def olmocr(args: argparse.Namespace) -> int:
     python = scorer_python(OLMOCR_SCORER, args.scorer_python) if args.score else None
     code = ask(run, choice, client, lambda pages: write_bench(run, dataset, choice, pages), scoring=args.score)
     if python and worth_scoring(run):
-        keep_score(run, OLMOCR_SCORER, score_olmocr(run, python))
+        keep_score(run, score_olmocr(run, python), OLMOCR_SCORER, python)
     return code
 
 
@@ -949,10 +979,10 @@ def worth_scoring(run: Run) -> bool:
     return not run.record["stopped"]
 
 
-def keep_score(run: Run, scorer: Scorer, score: Mapping[str, Any]) -> None:
+def keep_score(run: Run, score: Mapping[str, Any], scorer: Scorer, python: Path) -> None:
     """Puts a score into run.json and says it."""
-    said = {"dpi": run.record["settings"]["dpi"], "scorer": f"{scorer.package} {scorer.version}", "at": now()}
-    run.record["score"] = {**score, **said}
+    made_by = f"{scorer.package} {installed_version(scorer, python)}"
+    run.record["score"] = {**score, "dpi": run.record["settings"]["dpi"], "scorer": made_by, "at": now()}
     run.save()
     print(score_words(run.record))
 
@@ -964,7 +994,7 @@ def score_words(record: Mapping[str, Any]) -> str:
     for name, part in score["parts"].items():
         lines.append(f"  {name:24}{100 * part['score']:6.1f}  of {part['tests']} tests")
     if record["pages"]["failed"]:
-        lines.append(f"  {record['pages']['failed']} failed pages count 0")
+        lines.append(f"  failed pages, which count 0: {record['pages']['failed']}")
     return "\n".join(lines)
 
 
@@ -979,19 +1009,24 @@ def scorer_python(scorer: Scorer, given: Path | None) -> Path:
             print(f"installing {scorer.package} {scorer.version} into {python.parent.parent}", file=sys.stderr)
             install_scorer(scorer, SCORER_ENVIRONMENTS / scorer.name)
         return python
-    probe = f"import importlib.metadata as m; print(m.version({scorer.package!r}))"
-    try:
-        found = subprocess.run([given, "-c", probe], capture_output=True, text=True)
-    except OSError as e:
-        raise ScorerError(f"--scorer-python {given}: {e.strerror}") from None
-    if found.returncode:
+    version = installed_version(scorer, given)
+    if version is None:
         raise ScorerError(f"{given} has no {scorer.package}: {install_words(scorer)}; or leave --scorer-python out")
-    version = found.stdout.strip()
     if version != scorer.version:
         print(f"{given} has {scorer.package} {version}; scores are quoted for {scorer.version}", file=sys.stderr)
     if scorer.browser and (error := browser_error(given)):
         raise ScorerError(f"{given}: Playwright starts no Chromium: {error.splitlines()[-1]}; {BROWSER_WORDS}")
     return given
+
+
+def installed_version(scorer: Scorer, python: Path) -> str | None:
+    """The version of the scorer that a Python has. Raises ScorerError when it is no Python."""
+    probe = f"import importlib.metadata as m; print(m.version({scorer.package!r}))"
+    try:
+        found = subprocess.run([python, "-c", probe], capture_output=True, text=True)
+    except OSError as e:
+        raise ScorerError(f"--scorer-python {python}: {e.strerror}") from None
+    return None if found.returncode else found.stdout.strip()
 
 
 def install_words(scorer: Scorer) -> str:
@@ -1034,14 +1069,14 @@ def install_scorer(scorer: Scorer, folder: Path) -> Path:
     return python
 
 
-def command(words: Sequence[object], env: Mapping[str, str] | None = None) -> str:
+def command(words: Sequence[object]) -> str:
     """Runs a command quietly; its standard output. Raises ScorerError with its last words."""
     try:
-        done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**os.environ, **(env or {})})
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True)
     except OSError as e:
         raise ScorerError(f"{words[0]}: {e.strerror}") from None
     if done.returncode:
-        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         raise ScorerError(f"{' '.join(map(str, words))} failed:\n  {last}")
     return done.stdout
 
@@ -1100,7 +1135,7 @@ def install_browser(python: Path) -> None:
 
 def run_scorer(scorer: Scorer, python: Path, arguments: Sequence[str], folder: Path, cwd: Path | None = None) -> str:
     """Runs a scorer and shows its progress; its standard output, also kept in score.log. Raises ScorerError."""
-    print(f"scoring with {scorer.package} {scorer.version}", file=sys.stderr)
+    print(f"scoring with {scorer.package}", file=sys.stderr)
     # The scorer may run in another folder; links are kept, because a venv's python is one.
     words = [os.path.abspath(python), "-m", scorer.module, *arguments]
     env = {**browser_environment(python), "PYTHONUTF8": "1"}
@@ -1120,7 +1155,8 @@ def run_scorer(scorer: Scorer, python: Path, arguments: Sequence[str], folder: P
         said = out.read()
         out.write(b"\n" + errors)
     if process.returncode:
-        last = (errors.strip() or said.strip()).decode("utf-8", "replace").splitlines()[-5:]
+        lines = (errors.strip() or said.strip()).decode("utf-8", "replace").splitlines()
+        last = [line for line in lines if line.strip() and not re.match(r"\s|Traceback|.*%\|", line)][-3:]
         failed = f"{scorer.package} failed (exit code {process.returncode}); all it said is in {log}:"
         raise ScorerError("\n  ".join([failed, *last]))
     return said.decode("utf-8", "replace")

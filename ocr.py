@@ -26,6 +26,7 @@ import contextlib
 import copy
 import dataclasses
 import email.utils
+import errno
 import functools
 import hashlib
 import html
@@ -36,22 +37,30 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
+import signal
+import stat
 import statistics
 import struct
 import sys
+import threading
 import time
 import unicodedata
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 # Everything heavy (PDFium, Pillow, lxml, aiohttp, ...) is imported where it is used: the parent process never draws a
 # page, a worker never opens a connection, and `--help` answers at once.
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
     import aiohttp
     import pypdfium2 as pdfium
     from lxml import etree
@@ -81,6 +90,9 @@ WORKER_MEMORY = 6 << 30  # bytes of address space of one worker (Linux)
 WORKER_TASKS = 1000  # then a fresh process takes its place, so that leaks do not add up
 MOST_IN_FLIGHT = 1024
 PAGE_FAULTS = 6  # faults of one page while the server answers others
+CONNECT_LIMIT = 10.0  # s for a connection to the server
+MAX_BODY = 64 << 20  # bytes of a server's answer
+BACKOFF = 1.0  # s; the first pause after a fault, doubling to 30 times as long
 
 OK, SUSPECT, FAILED = "ok", "suspect", "failed"
 
@@ -116,7 +128,11 @@ class BadUsage(Exception):
 
 
 class NoServer(Exception):
-    """No usable server; exit code 3."""
+    """No usable server; exit code 3. `starting`: none yet, so that waiting may help."""
+
+    def __init__(self, message: str, starting: bool = False):
+        super().__init__(message)
+        self.starting = starting
 
 
 class OutputError(Exception):
@@ -153,7 +169,7 @@ class Document:
     forms: bool = True
     notes: tuple[str, ...] = ()
     folder: Path = Path()
-    numbers: tuple[int, ...] = ()  # the pages asked for, from 1
+    numbers: Sequence[int] = ()  # the pages asked for, from 1
 
     @property
     def name(self) -> str:
@@ -241,13 +257,39 @@ class RunResult:
 
 IMAGE_SUFFIXES = frozenset(
     (
-        ".apng .avif .avifs .bmp .blp .bufr .cur .dcx .dds .dib .emf .eps .fits .fli .flc .ftc .ftu .gbr .gif .heic "
-        ".heif .hif .icns .ico .iim .im .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .mic .mpo .msp .pbm .pcd "
-        ".pcx .pfm .pgm .png .pnm .ppm .psd .pxr .qoi .ras .rgb .rgba .sgi .tga .tif .tiff .webp .xbm .xpm"
+        ".apng .avif .avifs .bmp .blp .bw .cur .dcx .dds .dib .emf .eps .fit .fits .fli .flc .ftc .ftu .gbr .gif .heic "
+        ".heif .hif .icns .ico .iim .im .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .mpo .msp .pbm .pcd .pcx "
+        ".pfm .pgm .png .pnm .ppm .psd .pxr .qoi .ras .rgb .rgba .sgi .tga .tif .tiff .webp .wmf .xbm .xpm"
     ).split()
 )
-# The first bytes of a PDF and of the images people have, for files in a folder whose names say nothing.
-SIGNATURES = (b"%PDF-", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*", b"BM", b"\0\0\0\x0cjP  ", b"8BPS")
+# The first bytes of a PDF and of the images people have, for files whose names say nothing or the wrong thing.
+SIGNATURES = {
+    b"%PDF-": "PDF",
+    b"\x89PNG": "PNG image",
+    b"\xff\xd8\xff": "JPEG image",
+    b"GIF8": "GIF image",
+    b"II*\0": "TIFF image",
+    b"MM\0*": "TIFF image",
+    b"BM": "BMP image",
+    b"\0\0\0\x0cjP  ": "JPEG 2000 image",
+    b"8BPS": "PSD image",
+}
+
+
+def signature(head: bytes) -> str | None:
+    """What a file is, by its first 16 bytes; None for what is no PDF and no image that people commonly have."""
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return "WebP image"
+    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
+        return "AVIF image"
+    if is_heif(head):
+        return "HEIC/HEIF image"
+    return next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
+
+
+def is_heif(head: bytes) -> bool:
+    """Whether the first bytes are a HEIC or HEIF container's (AVIF, its sibling, is Pillow's own)."""
+    return head[4:8] == b"ftyp" and (head[8:10] == b"he" or head[8:12] in (b"mif1", b"msf1"))
 
 
 def parse_pages(text: str) -> list[tuple[int, int | None]]:
@@ -277,71 +319,95 @@ def choose_pages(ranges: Sequence[tuple[int, int | None]], count: int) -> tuple[
     return tuple(sorted(chosen))
 
 
-def read_list(name: str) -> Iterator[str]:
-    """The paths of `@list.txt`, or of standard input for `@-`: one a line, blank lines skipped."""
-    if name == "-":
-        lines: Iterable[str] = sys.stdin
-        for line in lines:
-            if line.strip("\r\n"):
-                yield line.strip("\r\n")
-        return
+def read_list(name: str) -> list[str]:
+    """The paths of `@list.txt`, or of standard input for `@-`: one a line, or between NULs. Raises BadUsage."""
     try:
-        # utf-8-sig: Windows editors put a byte order mark first, which is no part of the first path.
-        with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            for line in lines:
-                if line.strip("\r\n"):
-                    yield line.strip("\r\n")
-    except OSError as e:
-        raise BadUsage(f"@{name}: cannot be read: {e.strerror}") from None
+        data = getattr(sys.stdin, "buffer", sys.stdin).read() if name == "-" else Path(name).read_bytes()
+    except (OSError, ValueError) as e:
+        raise BadUsage(f"@{name}: the list cannot be read: {reason(e)}") from None
+    if isinstance(data, bytes):
+        # Windows' editors and shells put a byte order mark first; other bytes are the file system's own.
+        wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        data = data.decode("utf-16" if wide else "utf-8-sig", "replace" if wide else "surrogateescape")
+    if "\0" in data:  # find -print0: names may hold line ends
+        return [path for path in data.split("\0") if path]
+    return [path for line in data.split("\n") if (path := line.rstrip("\r"))]
+
+
+def expand_lists(inputs: Iterable[str | Path]) -> list[str | Path]:
+    """The inputs, each `@list` replaced by its paths unless a file of that very name exists. Raises BadUsage."""
+    paths: list[str | Path] = []
+    for item in inputs:
+        text = str(item)
+        paths += read_list(text[1:]) if text.startswith("@") and not os.path.lexists(text) else [item]
+    return paths
 
 
 def find_inputs(inputs: Iterable[str | Path], out: Path) -> Iterator[Found | tuple[Path, str]]:
-    """The files of `inputs` in order, folders searched; (path, error) for what cannot be read.
-
-    A path that starts with "@" names a list of paths, unless a file of that very name exists.
-    """
+    """The files of `inputs` in order, folders searched; (path, error) for what cannot be read."""
     for item in inputs:
-        text = str(item)
-        if text.startswith("@") and not os.path.lexists(text):
-            yield from find_inputs(read_list(text[1:]), out)
-            continue
         path = Path(item)
         try:
-            if path.is_dir():
-                yield from search(path, path, out, set())
-            elif path.exists():
+            if not str(item):
+                raise FileNotFoundError
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode) and is_same_folder(path, out):
+                yield path, "this is the output folder; give --out a folder of its own"
+            elif stat.S_ISDIR(mode):
+                yield from search(path, out)
+            elif stat.S_ISREG(mode):
                 yield Found(path, path.parent, searched=False)
             else:
-                yield path, "there is no such file or folder"
+                yield path, "is no regular file (a pipe or a device); save what it gives to a file first"
         except (OSError, ValueError) as e:
-            yield path, f"cannot be read: {reason(e)}"
+            yield path, why_absent(path, e)
 
 
-def search(folder: Path, root: Path, out: Path, seen: set[tuple[int, int]]) -> Iterator[Found | tuple[Path, str]]:
-    """The documents below `folder`, by name. Links to folders are followed once each; the output folder is left out."""
+def why_absent(path: Path, error: Exception) -> str:
+    """Why a path leads to no file, for a person."""
+    if isinstance(error, FileNotFoundError) and (path == Path() or not os.path.lexists(path)):
+        return "there is no such file or folder"
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ELOOP:
+        return "is a link that leads nowhere"
+    return f"cannot be read: {reason(error)}"
+
+
+def is_same_folder(one: Path, other: Path) -> bool:
     try:
-        stat = folder.stat()
-        # Where inode numbers are 0 (some Windows file systems) the real path tells folders apart.
-        identity = (stat.st_dev, stat.st_ino or hash(folder.resolve()))
-        if identity in seen or (out.exists() and folder.resolve() == out.resolve()):
-            return
-        seen.add(identity)
-        with os.scandir(folder) as entries:
-            entries_by_name = sorted(entries, key=lambda entry: entry.name)
-    except OSError as e:
-        yield folder, f"the folder cannot be read: {reason(e)}"
-        return
-    for entry in entries_by_name:
-        if entry.name.startswith("."):
-            continue
-        path = folder / entry.name
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def search(root: Path, out: Path) -> Iterator[Found | tuple[Path, str]]:
+    """The documents below a folder, by name. Links to folders are followed once each; outputs of runs are left out."""
+    seen: set[tuple[int, int]] = set()
+    # Not by recursion: folders may lie deeper in each other than Python's calls may.
+    waiting: list[Path] = [root]
+    while waiting:
+        path = waiting.pop()
         try:
-            if entry.is_dir():
-                yield from search(path, root, out, seen)
-            elif entry.is_file() and looks_like_document(path):
-                yield Found(path, root, searched=True)
+            status = path.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                if stat.S_ISREG(status.st_mode) and looks_like_document(path):
+                    yield Found(path, root, searched=True)
+                continue
+            # Where inode numbers are 0 (some Windows file systems) the real path tells folders apart.
+            identity = (status.st_dev, status.st_ino or hash(path.resolve()))
+            if identity in seen or is_same_folder(path, out) or (path != root and is_output(path)):
+                continue
+            seen.add(identity)
+            names = sorted((name for name in os.listdir(path) if not name.startswith(".")), reverse=True)
+            waiting += [path / name for name in names]
         except OSError as e:
-            yield path, f"cannot be read: {reason(e)}"
+            # Links that lead nowhere are common among things that are no documents.
+            if e.errno not in (errno.ENOENT, errno.ELOOP) or looks_like_document(path):
+                yield path, why_absent(path, e)
+
+
+def is_output(folder: Path) -> bool:
+    """Whether a folder is some run's output: its figures are no documents."""
+    return {"ocr", "documents"} <= read_json(folder / "run.json").keys()
 
 
 def looks_like_document(path: Path) -> bool:
@@ -353,7 +419,7 @@ def looks_like_document(path: Path) -> bool:
             head = file.read(16)
     except OSError:
         return False
-    return head.startswith(SIGNATURES) or head[4:8] == b"ftyp" or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+    return signature(head) is not None
 
 
 def reason(error: BaseException) -> str:
@@ -375,7 +441,7 @@ def show(path: Path) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])( *\..*)?", re.IGNORECASE)
 
 
 def safe_part(part: str) -> str:
@@ -384,10 +450,8 @@ def safe_part(part: str) -> str:
     clean = "".join(
         "_" if c in '<>:"/\\|?*' or unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in part
     )
-    clean = clean.strip(" ").rstrip(".") or "_"
-    if WINDOWS_DEVICES.fullmatch(clean) or clean == "..":
-        clean = "_" + clean
-    return short_name(clean)
+    clean = clean.lstrip(" ").rstrip(". ") or "_"
+    return short_name("_" + clean if WINDOWS_DEVICES.fullmatch(clean) else clean)
 
 
 def short_name(name: str, limit: int = 150) -> str:
@@ -399,22 +463,31 @@ def short_name(name: str, limit: int = 150) -> str:
 
 
 # Names that a document's own folder holds: a document nested in it must not take them.
-RESERVED = re.compile(r"(pages|images|view|run\.json|.*\.(md|html|json|pdf))", re.IGNORECASE)
+RESERVED = re.compile(r"(pages|images|view|.*\.(md|html|json|part))", re.IGNORECASE)
+DEEPEST = 600  # bytes of the folders above a document; more are put into one name, for a path has a limit
+
+
+def free_part(part: str) -> str:
+    """A safe name that is none of those a document's own folder holds."""
+    part = safe_part(part)
+    return part + "_" if RESERVED.fullmatch(part) else part
 
 
 def places(found: Found) -> Iterator[str]:
     """Where a document may go, best first: its path below the root, with its extension, its root's name, a number."""
-    relative = [safe_part(part) for part in found.source.relative_to(found.root).parts[:-1]]
-    stem, full = safe_part(found.source.stem), safe_part(found.source.name)
-    if not RESERVED.fullmatch(stem):
+    relative = [free_part(part) for part in found.source.relative_to(found.root).parts[:-1]]
+    if len("/".join(relative).encode()) > DEEPEST:
+        relative = [short_name("_".join(relative))]
+    stem, full = free_part(found.source.stem), free_part(found.source.name)
+    if stem == safe_part(found.source.stem):
         yield "/".join([*relative, stem])
     yield "/".join([*relative, full])
-    parents = [safe_part(part) for part in Path(os.path.abspath(found.root)).parts[1:]]
-    for depth in range(1, len(parents) + 1):
+    parents = [free_part(part) for part in Path(os.path.abspath(found.root)).parts[1:]]
+    for depth in range(1, min(len(parents), 8) + 1):
         yield "/".join([*parents[-depth:], *relative, stem])
         yield "/".join([*parents[-depth:], *relative, full])
     for number in itertools.count(2):
-        yield "/".join([*relative, f"{full}-{number}"])
+        yield f"{full}-{number}"
 
 
 class Places:
@@ -422,17 +495,19 @@ class Places:
 
     def __init__(self, out: Path):
         self.out = out
-        self.taken: dict[str, str] = {}  # as a case- and form-blind file system compares names -> source
+        self.taken: set[str] = set()  # as a file system compares names that is blind to case and Unicode form
+        self.sources: set[str] = set()
+        self.earlier: dict[Path, dict[str, str]] = {}  # of a folder: the names there before this run, by folded name
 
     def claim(self, found: Found) -> Path | None:
         """The document's folder; None when the same file was given before. Writes nothing."""
         source = self.identity(found.source)
+        if source in self.sources:
+            return None
+        self.sources.add(source)
         for place in places(found):
-            key = unicodedata.normalize("NFC", place).casefold()
-            if self.taken.get(key) == source:
-                return None
-            if key not in self.taken and self.owner(self.out / place) in (None, source):
-                self.taken[key] = source
+            if folded(place) not in self.taken and self.is_free(place, source):
+                self.taken.add(folded(place))
                 return self.out / place
         raise AssertionError("places() never ends")
 
@@ -443,13 +518,36 @@ class Places:
             path = os.path.relpath(path, os.path.realpath(self.out))
         return path.replace(os.sep, "/").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
-    def owner(self, folder: Path) -> str | None:
-        """The source whose document lies in `folder`: None for nobody's, "?" for something that is no folder."""
-        with contextlib.suppress(OSError):
-            if not folder.is_dir():
-                return "?" if os.path.lexists(folder) else None
-            return read_json(folder / "source.json").get("source")
-        return None
+    def is_free(self, place: str, source: str) -> bool:
+        """Whether nothing lies at `place` in the output but what earlier runs made of this very source."""
+        folder = self.out / place
+        if owner := read_json(folder / "source.json").get("source"):
+            return bool(owner == source)
+        folder = self.out
+        for part in place.split("/"):
+            names = self.names_in(folder)
+            if names.get(folded(part), part) != part and not os.path.lexists(folder / part):
+                return False  # "Report" beside "report": one folder once they are copied to a Mac
+            folder = folder / part
+            if os.path.lexists(folder) and not os.path.isdir(folder):
+                return False
+        # Without a source.json no run made it: a folder above other documents, or a person's own files.
+        name = short_name(folder.name)
+        ours = (name + ".md", name + ".html", name + ".json", "pages", "images", "source.json")
+        return not any(os.path.lexists(folder / file) for file in ours)
+
+    def names_in(self, folder: Path) -> dict[str, str]:
+        if folder not in self.earlier:
+            try:
+                self.earlier[folder] = {folded(name): name for name in os.listdir(folder)}
+            except OSError:
+                self.earlier[folder] = {}
+        return self.earlier[folder]
+
+
+def folded(name: str) -> str:
+    """A name as a file system sees it that is blind to case and to Unicode's forms."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -487,33 +585,70 @@ def survey(source: Path, password: str | None) -> Survey:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
         raise DocumentError(f"cannot be read: {reason(e)}") from None
-    if b"%PDF-" in head:
+    # An image may hold a PDF's mark in its metadata; a PDF may have junk before it.
+    if b"%PDF-" in head and signature(head) in (None, "PDF"):
         with contextlib.closing(open_pdf(source, password)) as pdf:
-            pages = len(pdf)
-            if not pages:
-                raise DocumentError(
-                    "the PDF has no pages: PDFium finds no page tree in it; repair it (qpdf, mutool clean)"
-                )
+            pages, notes = count_pages(pdf)
             form = pdf.get_formtype()
-        xfa = ("an XFA form: only what its PDF pages hold can be drawn",) if form in (2, 3) else ()
-        return Survey("pdf", pages, sha256, stamp, form != 0, xfa)
-    frames, notes = survey_image(source)
+        if form in (2, 3):
+            notes += ("an XFA form: only what its PDF pages hold can be drawn",)
+        return Survey("pdf", pages, sha256, stamp, form != 0, notes)
+    try:
+        frames, notes = survey_image(source)
+    except OSError as e:
+        raise DocumentError(f"cannot be read: {reason(e)}") from None
     return Survey("image", frames, sha256, stamp, False, notes)
 
 
+MANY_PAGES = 100  # from here on a PDF's page count is not believed without its last page
+
+
+def count_pages(pdf: pdfium.PdfDocument) -> tuple[int, tuple[str, ...]]:
+    """The pages of a PDF, and a note when it claims far more than can be loaded; the first of those stands for all."""
+    import pypdfium2 as pdfium
+
+    claimed = len(pdf)
+
+    def loads(index: int) -> bool:
+        try:
+            pdf[index].close()
+        except pdfium.PdfiumError:
+            return False
+        return True
+
+    if claimed < MANY_PAGES or loads(claimed - 1):
+        return claimed, ()
+    good, bad = -1, claimed - 1  # the last page known to load, and one after it that does not
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if loads(middle) else (good, middle)
+    if any(loads(bad + (claimed - bad) * part // 64) for part in range(1, 64)):
+        return claimed, ()  # damaged here and there
+    return bad + 1, (f"the PDF claims {claimed} pages and none after page {bad} can be loaded",)
+
+
 def file_stamp(source: Path) -> tuple[int, int]:
-    stat = source.stat()
-    return stat.st_size, stat.st_mtime_ns
+    status = source.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def open_pdf(source: Path, password: str | None) -> pdfium.PdfDocument:
     """A PDF opened by PDFium. Raises DocumentError with what is really wrong."""
     import pypdfium2 as pdfium
+    from pypdfium2 import raw
 
     try:
         return pdfium.PdfDocument(source, password=password)
-    except pdfium.PdfiumError as e:
-        code = getattr(e, "err_code", None)
+    except pdfium.PdfiumError:
+        # A PDF without pages opens, and the error that PDFium then tells is an earlier file's: ask once more.
+        secret = None if password is None else password.encode() + b"\0"
+        handle = raw.FPDF_LoadDocument(str(source).encode("utf-8", "surrogateescape") + b"\0", secret)
+        if handle:
+            raw.FPDF_CloseDocument(handle)
+            raise DocumentError(
+                "the PDF has no pages: it is empty, or its page tree is damaged; try to repair it (qpdf, mutool clean)"
+            ) from None
+        code = raw.FPDF_GetLastError()
         if code == 4:
             need = (
                 "needs a password: give it with --password" if password is None else "does not open with this password"
@@ -524,24 +659,16 @@ def open_pdf(source: Path, password: str | None) -> pdfium.PdfDocument:
                 "the PDF is encrypted in a way PDFium does not know; decrypt it first (qpdf --decrypt)"
             ) from None
         raise DocumentError(
-            "the PDF is damaged: PDFium cannot find its pages; try to repair it (qpdf, mutool clean)"
+            "the PDF is damaged or cut off, PDFium finds no pages in it; try to repair it (qpdf, mutool clean)"
         ) from None
-
-
-def is_heif(head: bytes) -> bool:
-    """Whether the first bytes are a HEIC or HEIF container's (AVIF, its sibling, is Pillow's own)."""
-    brand = head[8:12]
-    return (
-        head[4:8] == b"ftyp" and brand not in (b"avif", b"avis") and (brand[:2] == b"he" or brand in (b"mif1", b"msf1"))
-    )
 
 
 @functools.cache
 def pillow() -> Any:
-    """Pillow's Image module, ready for hostile files: sizes are checked here before anything is decoded."""
+    """Pillow's Image module, ready for hostile files: its own limit on sizes is MAX_IMAGE, for pictures in pictures."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None
+    Image.MAX_IMAGE_PIXELS = MAX_IMAGE // 2  # Pillow warns here and refuses at twice as many
     with contextlib.suppress(ImportError):
         import pillow_heif
 
@@ -549,21 +676,82 @@ def pillow() -> Any:
     return Image
 
 
+# Formats that Pillow knows and cannot decode itself: with an outside program (Ghostscript!), on Windows, or not at all.
+UNDECODED = frozenset(("EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG"))
+
+
+@functools.cache
+def image_formats() -> tuple[str, ...]:
+    image_module = pillow()
+    image_module.init()
+    return tuple(name for name in image_module.ID if name not in UNDECODED)
+
+
 def open_image(source: Path) -> Image.Image:
     """An image file opened, not decoded. Raises DocumentError."""
     try:
-        return pillow().open(source)
+        return pillow().open(source, formats=image_formats())
     except Exception as e:  # Pillow's plugins raise whatever the file makes them raise
-        with source.open("rb") as file:
-            head = file.read(16)
-        if is_heif(head) and not importable("pillow_heif"):
+        with open(source, "rb") as file:
+            head = file.read(64)
+        if is_heif(head) and "HEIF" not in image_formats():
             raise DocumentError(
                 "a HEIC/HEIF image: install the package that reads it, pip install pillow-heif"
             ) from None
-        if type(e).__name__ == "UnidentifiedImageError":
-            kind = "HEIC/HEIF image" if is_heif(head) else "PDF or image"
-            raise DocumentError(f"no readable {kind}: its first bytes are {head[:8]!r}") from None
-        raise DocumentError(f"the image cannot be read: {reason(e)}") from None
+        if isinstance(e, MemoryError) or type(e).__name__ == "DecompressionBombError":
+            raise DocumentError(image_fault(e)) from None
+        raise DocumentError(what_it_is(head)) from None
+
+
+# What people take for a document or an image by mistake: its first bytes, what it is, and what to do with it.
+FOREIGN = (
+    (b"%!ps", "a PostScript file, which is a program to run; convert it to PDF (ps2pdf, Distiller)"),
+    (b"\xc5\xd0\xd3\xc6", "a PostScript file, which is a program to run; convert it to PDF (ps2pdf, Distiller)"),
+    (b"\xd7\xcd\xc6\x9a", "a Windows metafile, which only Windows draws; save it as PDF or PNG"),
+    (b"<!doctype html", "a web page, not a PDF or image (a download that failed?)"),
+    (b"<html", "a web page, not a PDF or image (a download that failed?)"),
+    (b"<svg", "an SVG drawing; save it as PDF or PNG"),
+    (b"<?xml", "an XML file, not a PDF or image; if it is a drawing, save it as PDF or PNG"),
+    (b"at&tform", "a DjVu document; convert it to PDF (ddjvu -format=pdf)"),
+    (b"\0\0\0\x0cjxl ", "a JPEG XL image, which Pillow does not decode; save it as PNG"),
+    (b"\xff\x0a", "a JPEG XL image, which Pillow does not decode; save it as PNG"),
+    (b"pk\3\4", "a ZIP archive or an Office document; unpack it, or save it as PDF"),
+    (b"\xd0\xcf\x11\xe0", "an old Office document; save it as PDF"),
+    (b"{\\rtf", "a text document (RTF); save it as PDF"),
+    (b"\x1f\x8b", "a file compressed with gzip; unpack it"),
+    (b"\0\0\1\xb3", "a film (MPEG), not a PDF or image"),
+    (b"grib", "weather data (GRIB), not a PDF or image"),
+    (b"bufr", "weather data (BUFR), not a PDF or image"),
+    (b"\x89hdf", "a data file (HDF5), not a PDF or image"),
+)
+
+
+def what_it_is(head: bytes) -> str:
+    """What to say of a file that is not read, by its first 64 bytes."""
+    if head[40:44] == b" EMF":
+        head = b"\xd7\xcd\xc6\x9a"
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n").lower()
+    for signs, said in FOREIGN:
+        if start.startswith(signs):
+            return said
+    if kind := signature(head):
+        return f"a damaged {kind}: its header cannot be read; make or download it again"
+    if not head.strip(b"\0"):
+        return "the file holds zeros where a document begins; copy or download it again"
+    return f"no PDF, and no image that Pillow can read: its first bytes are {head[:8]!r}"
+
+
+def image_fault(error: Exception) -> str:
+    """What to say of an image that does not decode: what is wrong, then Pillow's own words for those they help."""
+    if isinstance(error, MemoryError):
+        return "the image needs more memory than a worker may use; scale it down"
+    said = reason(error)
+    if type(error).__name__ == "DecompressionBombError":
+        claimed = int((re.findall(r"\d+", said) or ["0"])[0]) // 1_000_000
+        return f"the image claims {claimed} megapixels, and {MAX_IMAGE // 1_000_000} are decoded at most; scale it down"
+    if " " not in said:
+        said = f"{type(error).__name__} {said}"
+    return f"the image cannot be decoded: the file is damaged or cut off ({said})"
 
 
 def importable(name: str) -> bool:
@@ -578,13 +766,30 @@ def survey_image(source: Path) -> tuple[int, tuple[str, ...]]:
     """The pages of an image file (every frame of a TIFF, the first of anything else) and what to say of them."""
     with open_image(source) as image:
         check_image_size(image.size)
-        try:
-            frames = getattr(image, "n_frames", 1)
-        except Exception as e:
-            raise DocumentError(f"the image cannot be read: {reason(e)}") from None
-        if frames > 1 and image.format == "TIFF":
+        frames = count_frames(image)
+        if image.format in PAGED:
             return frames, ()
         return 1, (f"the first of its {frames} frames is read",) if frames > 1 else ()
+
+
+PAGED = ("TIFF", "DCX")  # formats whose frames are pages, not a film's or other sizes
+
+
+def count_frames(image: Image.Image) -> int:
+    """The frames of an image file; where they end in a damaged one, that one counts, and fails when it is read."""
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:  # Pillow's plugins raise whatever the file makes them raise
+        if image.format not in PAGED:
+            return 1
+    for frame in itertools.count(1):
+        try:
+            image.seek(frame)
+        except EOFError:
+            return frame
+        except Exception:
+            return frame + 1
+    raise AssertionError("every file ends")
 
 
 def check_image_size(size: tuple[int, int]) -> None:
@@ -593,8 +798,8 @@ def check_image_size(size: tuple[int, int]) -> None:
         raise DocumentError("the image has no pixels")
     if width * height > MAX_IMAGE:
         raise DocumentError(
-            f"the image claims {width} x {height} px, more than the {MAX_IMAGE // 1_000_000} megapixels that "
-            "are decoded; scale it down"
+            f"the image claims {width} x {height} px, and {MAX_IMAGE // 1_000_000} megapixels are decoded at most; "
+            "scale it down"
         )
 
 
@@ -705,17 +910,21 @@ XFA_PLACEHOLDER = "an XFA form of which only the placeholder page can be drawn; 
 
 def is_xfa_placeholder(pdf: pdfium.PdfDocument, page: pdfium.PdfPage) -> bool:
     """Whether a page is the "Please wait..." that XFA forms show in readers without XFA."""
+    import pypdfium2 as pdfium
+
     if pdf.get_formtype() not in (2, 3):
         return False
-    text = page.get_textpage().get_text_range(0, 400).lower()
+    try:
+        with contextlib.closing(page.get_textpage()) as words:
+            text = words.get_text_range(0, 400).lower()
+    except pdfium.PdfiumError:
+        return False
     return "please wait" in text or ("adobe reader" in text and "upgrade" in text)
 
 
 def load_image(source: Path, frame: int) -> Loaded:
     """An image file's frame as RGB, the right way up, enlarged as Chandra enlarges it. Raises PageError."""
     image_module = pillow()
-    from PIL import ImageOps
-
     with open_image(source) as opened:
         try:
             if frame:
@@ -723,11 +932,11 @@ def load_image(source: Path, frame: int) -> Loaded:
             check_image_size(opened.size)
             check_aspect(*opened.size)
             opened.load()
-            image = to_rgb(ImageOps.exif_transpose(opened))
-        except (DocumentError, PageError, MemoryError):
+            image = to_rgb(turn_upright(opened))
+        except (DocumentError, PageError):
             raise
         except Exception as e:  # Pillow's plugins raise whatever the file makes them raise
-            raise PageError(f"the image cannot be decoded: {reason(e)}") from None
+            raise PageError(image_fault(e)) from None
     width, height = image.size
     notes: tuple[str, ...] = ()
     if min(width, height) < MIN_IMAGE_SIDE:
@@ -737,6 +946,19 @@ def load_image(source: Path, frame: int) -> Loaded:
             notes = (f"enlarged {scale:.1f} times only: the image measures {width} x {height} px",)
         image = image.resize((int(width * scale), int(height * scale)), image_module.Resampling.LANCZOS)
     return Loaded(image, None, notes)
+
+
+def turn_upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF says; as it is when the EXIF is damaged, for that harms no pixel."""
+    from PIL.Image import Transpose as Turn
+
+    turns: list[Turn | None] = [None, None, Turn.FLIP_LEFT_RIGHT, Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM]
+    turns += [Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90]
+    orientation: Any = None
+    with contextlib.suppress(Exception):
+        orientation = image.getexif().get(0x0112)
+    turn = turns[orientation] if isinstance(orientation, int) and 0 <= orientation < len(turns) else None
+    return image if turn is None else image.transpose(turn)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -977,34 +1199,44 @@ def best_attempt(attempts: Sequence[Attempt]) -> int:
     return max(range(len(attempts)), key=merit)
 
 
+def least_loop(unit: str) -> float:
+    """How many characters a repeated unit must fill to be a loop."""
+    letters = sum(c.isalnum() for c in TAGS.sub("", unit))
+    return math.inf if says_nothing(unit) else 200 if letters > 3 else 1000
+
+
 LOOP_TOKENS = re.compile(r"<[^<>]*>|\w{1,16}|[^\w\s]")
 
 
 def looping_share(text: str) -> float:
     """The share of a reply's characters that lie in loops, wherever they are and however long the repeated unit.
 
-    A loop says the same tokens at least four times in a row over 200 characters, letters or digits among them.
+    A loop says the same tokens at least four times in a row over 200 characters, letters or digits among them; over
+    1,000 where it says one or two ("0", "no") as cells of a table do.
     """
     tokens = LOOP_TOKENS.findall(text)
-    last: dict[tuple[str, ...], int] = {}
-    loops = run = period = 0
-
-    def measure(end: int) -> int:
-        said = tokens[end - run - period : end]
-        size = sum(map(len, said))
-        worth = run >= 3 * period and size >= 200 and not says_nothing("".join(said[:period]))
-        return size if worth else 0
-
-    for i in range(3, len(tokens)):
-        key = tuple(tokens[i - 3 : i + 1])
-        here = i - last.get(key, i)
-        last[key] = i
-        if here and here == period:
-            run += 1
-        else:
-            loops += measure(i) if period else 0
-            period, run = here, 4 if here else 0
-    loops += measure(len(tokens)) if period else 0
+    seen: dict[int, dict[tuple[str, ...], int]] = {4: {}, 32: {}}  # where so many tokens stood last
+    compared: dict[int, int] = {}  # how far a distance between equal tokens has been followed
+    loops = done = 0
+    for i in range(len(tokens)):
+        for width, places in seen.items():
+            if i + 1 < width:
+                continue
+            key = tuple(tokens[i + 1 - width : i + 1])
+            period = i - places.get(key, i)
+            places[key] = i
+            if i < done or not period or compared.get(period, 0) > i:
+                continue
+            start, end = i + 1 - width, i + 1
+            while start > max(done, period) and tokens[start - 1] == tokens[start - 1 - period]:
+                start -= 1
+            while end < len(tokens) and tokens[end] == tokens[end - period]:
+                end += 1
+            compared[period] = end
+            said = "".join(tokens[max(done, start - period) : end])
+            if end - start >= 3 * period and len(said) >= least_loop("".join(tokens[start - period : start])):
+                loops += len(said)
+                done = end
     return min(1.0, loops / max(1, sum(map(len, tokens))))
 
 
@@ -1020,11 +1252,21 @@ class Answer:
 
 
 class Fault(Exception):
-    """A request that got no reply for a reason that may pass: it is asked again, on the transport's patience."""
+    """A request that got no reply for a reason that may pass: it is asked again, on the transport's patience.
 
-    def __init__(self, message: str, retry_after: float | None = None, stale: bool = False, status: int | None = None):
+    `stale`: a kept connection was gone; `own`: it may be this page's own trouble; `status`: HTTP's, when there was one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        retry_after: float | None = None,
+        stale: bool = False,
+        status: int | None = None,
+        own: bool = True,
+    ):
         super().__init__(message)
-        self.retry_after, self.stale, self.status = retry_after, stale, status
+        self.retry_after, self.stale, self.status, self.own = retry_after, stale, status, own
 
 
 class Refused(Exception):
@@ -1049,7 +1291,7 @@ def retry_after(value: str | None) -> float | None:
         return None
     with contextlib.suppress(ValueError):
         return max(0.0, float(value))
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     return None
 
@@ -1067,7 +1309,7 @@ def read_answer(body: bytes, seconds: float) -> Answer:
         raise Fault(f"the reply is no chat completion: {clip(body[:200].decode('utf-8', 'replace'))}") from None
     if finish not in ("stop", "length", "repetition"):
         # vLLM answers 200 with half a text and "abort" when it is being stopped.
-        raise Fault(f"the server gave the reply up (finish_reason {finish!r})")
+        raise Fault(f"the server gave the reply up (finish_reason {clip(repr(finish), 40)})", own=finish != "abort")
     if isinstance(content, list):  # some proxies return content in parts
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     counts = [n if isinstance(n, int) and not isinstance(n, bool) else None for n in tokens]
@@ -1099,13 +1341,16 @@ class Server:
         import aiohttp
 
         headers = {"authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(note_kept)
         # One session for all: aiohttp's pool costs the same at 1,024 connections as at 1 (httpx's does not: 26 ms of
         # CPU a request at 640). vLLM closes idle connections after 5 s, so they are not kept that long here.
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
-            timeout=aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=10.0),
+            timeout=aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=CONNECT_LIMIT),
             headers=headers,
             trust_env=True,
+            trace_configs=[trace],
         )
         return self
 
@@ -1120,21 +1365,27 @@ class Server:
         assert self.session
         try:
             async with self.session.get(url, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
-                return response.status, await response.text(errors="replace")
-        except aiohttp.ClientError as e:
+                return response.status, (await read_body(response)).decode("utf-8", "replace")
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {timeout:.0f} s") from None
+        except (aiohttp.ClientError, Fault) as e:
             raise OSError(reason(e)) from None
 
-    async def connect(self) -> None:
+    async def connect(self, say: Callable[[str, str], None] | None = None) -> None:
         """Finds the model to ask for. Raises NoServer, after `--wait` when the server is not up yet."""
         deadline = time.monotonic() + self.settings.wait
         while True:
             try:
                 self.model = await self.find_model()
                 break
-            except NoServer:
-                if time.monotonic() >= deadline:
+            except NoServer as e:
+                left = deadline - time.monotonic()
+                if left <= 0 or not e.starting:
                     raise
-                await asyncio.sleep(min(2.0, max(0.1, deadline - time.monotonic())))
+                if say:
+                    say("info", f"{e}; waiting for it, {left:.0f} s at most")
+                    say = None
+                await asyncio.sleep(min(2.0, left))
         with contextlib.suppress(OSError, TimeoutError, ValueError, AttributeError):
             self.version = json.loads((await self.get(self.root + "/version"))[1]).get("version")
 
@@ -1142,42 +1393,45 @@ class Server:
     def root(self) -> str:
         return self.url.removesuffix("/v1")
 
-    async def find_model(self) -> Model:
+    async def find_model(self, timeout: float = 10.0) -> Model:
         """The model that --model names or the only one served. Raises NoServer."""
-        status, body = 0, ""
+        status, body, at = 0, "", bare_url(self.url)
         try:
-            status, body = await self.get(self.url + "/models")
+            status, body = await self.get(self.url + "/models", timeout)
             if status == 404 and not self.url.endswith("/v1"):
-                self.url += "/v1"
-                status, body = await self.get(self.url + "/models")
+                with_v1, answer = self.url + "/v1", await self.get(self.url + "/v1/models", timeout)
+                if answer[0] != 404:
+                    self.url, at, (status, body) = with_v1, bare_url(with_v1), answer
         except (OSError, TimeoutError, ValueError) as e:
-            raise NoServer(f"no server answers at {self.url}/models: {reason(e)}") from None
+            raise NoServer(f"no server answers at {at}/models: {reason(e)}", starting=True) from None
         if status in (401, 403):
-            raise NoServer(f"the server at {self.url} wants an API key: give the right one in OCR_API_KEY or --api-key")
+            raise NoServer(f"the server at {at} wants an API key: give the right one in OCR_API_KEY or --api-key")
         try:
-            entries = json.loads(body)["data"]
-            models = [
-                Model(m["id"], m.get("root"), m.get("max_model_len") or (m.get("meta") or {}).get("n_ctx"))
-                for m in entries
-            ]
+            models = list(listed_models(json.loads(body)))
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise NoServer(
-                f"{self.url}/models answered HTTP {status}, not a list of models: {error_words(body)}"
-            ) from None
-        return pick_model(models, self.settings.model, self.url)
+            words = f"{at}/models answered HTTP {status}, not a list of models: {self.bare_words(body)}"
+            raise NoServer(words, starting=True) from None
+        return pick_model(models, self.settings.model, at)
 
     async def check_model(self) -> None:
         """After a time without answers: the server must be back with the same model. Raises NoServer, or Fault."""
         try:
-            model = await self.find_model()
+            model = await self.find_model(timeout=60.0)
         except NoServer as e:
-            if "no server answers" in str(e) or "not a list" in str(e):
-                raise Fault(str(e)) from None
+            if e.starting:
+                raise Fault(str(e), own=False) from None
             raise
         if model[:2] != self.model[:2]:
+            now, before = (f"{m.name} ({m.root or 'root unknown'})" for m in (model, self.model))
             raise NoServer(
-                f"the server came back with another model: {model.name} ({model.root}), not {self.model.root}"
+                f"the server came back with another model: {now}, not {before}. Start the one it had and run the same "
+                "command again, or use another --out"
             )
+
+    def bare_words(self, body: str) -> str:
+        """A server's own words without the API key, should it repeat it."""
+        key = self.settings.api_key
+        return error_words(body.replace(key, "(key)") if key else body)
 
     async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None]) -> Answer:
         """One request. `png` (one base64 string) is emptied once it is sent, then `sent` is called.
@@ -1200,25 +1454,28 @@ class Server:
             sent()
 
         started = time.monotonic()
+        known = {"kept": False, "answered": False}
         try:
             async with self.session.post(
                 self.url + "/chat/completions",
                 data=body(),
                 headers={"content-type": "application/json", "content-length": str(size)},
+                trace_request_ctx=known,
             ) as response:
-                said = await response.read()
-        except aiohttp.ServerDisconnectedError as e:
-            # A kept connection that the server closed meanwhile: says nothing about the server.
-            raise Fault(
-                f"the server closed the connection: {reason(e)}", stale=time.monotonic() - started < 1.0
-            ) from None
+                known["answered"] = True
+                said = await read_body(response)
+        except aiohttp.ConnectionTimeoutError:
+            raise Fault(f"no connection within {CONNECT_LIMIT:.0f} s", own=False) from None
         except TimeoutError:
-            raise Fault(f"no reply within {self.settings.timeout:.0f} s") from None
+            raise Fault(f"no reply within {self.settings.timeout:g} s (--timeout)") from None
         except (aiohttp.ClientError, OSError) as e:
-            raise Fault(f"{type(e).__name__}: {reason(e)}", stale=isinstance(e, ConnectionResetError)) from None
+            # A kept connection that the server closed meanwhile says nothing about the server.
+            stale = known["kept"] and not known["answered"]
+            cannot_connect = isinstance(e, aiohttp.ClientConnectorError)
+            raise Fault(f"{type(e).__name__}: {reason(e)}", stale=stale, own=not cannot_connect) from None
         if response.status == 200:
             return read_answer(said, time.monotonic() - started)
-        words = f"HTTP {response.status}: {error_words(said.decode('utf-8', 'replace'))}"
+        words = f"HTTP {response.status}: {self.bare_words(said.decode('utf-8', 'replace'))}"
         if response.status in (401, 403):
             raise NoServer(f"the server refuses the API key ({words}): give the right one in OCR_API_KEY or --api-key")
         if response.status == 404:
@@ -1226,7 +1483,8 @@ class Server:
             raise Fault(words, status=404)
         if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
             raise Refused(f"the server refuses the page ({words})")
-        raise Fault(words, retry_after(response.headers.get("retry-after")), status=response.status)
+        busy = response.status in (429, 503)
+        raise Fault(words, retry_after(response.headers.get("retry-after")), status=response.status, own=not busy)
 
     async def alive(self) -> bool:
         """Whether the server answers another, tiny page: then a page it keeps failing on is the page's own trouble."""
@@ -1250,6 +1508,31 @@ class Server:
         return False
 
 
+async def note_kept(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+    """Notes that a request went out on a connection that was kept from an earlier one."""
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx["kept"] = True
+
+
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """A response's body. Raises Fault for one that is larger than any reply."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY:
+            raise Fault(f"the server sent more than {MAX_BODY >> 20} MB")
+    return b"".join(parts)
+
+
+def listed_models(data: Any) -> Iterator[Model]:
+    """The models in what /v1/models answers; the context length is vLLM's or llama.cpp's."""
+    for entry in data["data"]:
+        length = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
+        root = entry.get("root")
+        yield Model(str(entry["id"]), str(root) if root else None, length if isinstance(length, int) else None)
+
+
 def pick_model(models: Sequence[Model], wanted: str | None, url: str) -> Model:
     """The model to ask for, never a guess: some servers unload their model when another is named. Raises NoServer."""
     names = ", ".join(model.name for model in models) or "none"
@@ -1257,22 +1540,23 @@ def pick_model(models: Sequence[Model], wanted: str | None, url: str) -> Model:
         for model in models:
             if model.name == wanted:
                 return model
-        raise NoServer(f"the server at {url} does not serve {wanted!r}; it serves: {names}")
+        raise NoServer(f"the server at {url} does not serve {wanted!r}; it serves: {names}", starting=not models)
     if len(models) == 1:
         return models[0]
     likely = [model for model in models if "chandra" in model.name.lower()]
     if len(likely) == 1:
         return likely[0]
-    raise NoServer(
-        f"the server at {url} serves: {names}; name one with --model" if models else f"{url} serves no model"
-    )
+    if not models:
+        raise NoServer(f"the server at {url} serves no model", starting=True)
+    raise NoServer(f"the server at {url} serves: {names}; name one with --model")
 
 
 class Gate:
     """Stops the sending when the server stops answering, and lets one page at a time through to try it again.
 
-    After `LIMIT` faults in a row the gate closes; the first reply opens it. A fault while it is closed makes the pause
-    before the next try longer. After `patience` seconds without a reply it raises NoServer.
+    After `LIMIT` faults in a row, or as many as fill `patience`, the gate closes; the first answer opens it. A fault
+    while it is closed makes the pause before the next try longer. After `patience` seconds without an answer it raises
+    NoServer. After a broken connection one page asks first whether the server is still the one it was.
     """
 
     LIMIT = 8  # faults in a row; a busy server's odd 503 does not close the gate
@@ -1281,71 +1565,109 @@ class Gate:
         self.patience, self.say = patience, say
         self.open = asyncio.Event()
         self.open.set()
-        self.trying = asyncio.Lock()
+        self.sure = True  # False after a broken connection: perhaps the server is another since
+        self.trying = False  # whether a page tries the server, alone
+        self.moved = asyncio.Event()  # wakes those that wait to look again
         self.in_row = 0
         self.replies = 0
         self.since = 0.0  # when the first fault in a row came
+        self.pause_until = 0.0  # as the server's Retry-After asked
         self.last = ""
-        self.wake: Callable[[], Awaitable[None]] | None = None  # checks the server before the gate opens again
+        self.wake: Callable[[], Awaitable[None]] | None = None  # checks the server: raises Fault or NoServer
 
     @contextlib.asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
+    async def passing(self, forgive_stale: bool = False) -> AsyncIterator[None]:
         """Waits until a request may be sent; when the gate is closed, as the only one that tries."""
-        while not self.open.is_set():
-            async with self.trying:
-                if self.open.is_set():
-                    break
-                left = self.patience - (time.monotonic() - self.since)
-                if left <= 0:
-                    raise NoServer(f"no reply for {self.patience:.0f} s: {self.last}")
-                await asyncio.sleep(min(left, backoff(self.in_row - self.LIMIT)))
-                try:
-                    if self.wake:
-                        await self.wake()
-                    yield
-                    self.succeeded()
-                except Fault as e:
-                    self.failed(e)
-                    raise
-                return
+        alone = await self.turn()
         try:
+            if alone:
+                await self.check()
+                if self.open.is_set():  # only the model was in doubt: the others need not wait for this one's reply
+                    alone = self.leave()
             yield
         except Fault as e:
-            self.failed(e)
+            self.sure = self.sure and e.status is not None
+            if not (e.stale and forgive_stale):
+                self.failed(e)
             raise
-        self.succeeded()
+        except Refused:  # an answer too
+            self.answered()
+            raise
+        else:
+            self.replies += 1
+            self.answered()
+        finally:
+            if alone:
+                self.leave()
+
+    async def turn(self) -> bool:
+        """Waits until a request may be sent. True: alone, to try the server."""
+        while not (self.open.is_set() and self.sure):
+            if not self.trying:
+                self.trying = True
+                return True
+            self.moved.clear()
+            await self.moved.wait()
+        return False
+
+    def leave(self) -> bool:
+        self.trying = False
+        self.moved.set()
+        return False
+
+    async def check(self) -> None:
+        """Pauses while the gate is closed, then asks whether the server is there. Raises NoServer or Fault."""
+        if not self.open.is_set():
+            left = self.patience - (time.monotonic() - self.since)
+            if left <= 0:
+                raise NoServer(f"no reply for {self.patience:.0f} s (--patience): {self.last}")
+            pause = max(backoff(self.in_row - self.LIMIT), self.pause_until - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.open.wait(), min(left, pause))
+        if self.wake:
+            await self.wake()
+        self.sure = True
 
     def failed(self, fault: Fault) -> None:
-        if fault.stale:
-            return
+        now = time.monotonic()
         if not self.in_row:
-            self.since = time.monotonic()
+            self.since = now
         self.in_row += 1
         self.last = str(fault)
-        if self.in_row >= self.LIMIT and self.open.is_set():
+        self.pause_until = max(self.pause_until, now + min(fault.retry_after or 0.0, 600.0))
+        too_long = self.in_row > 1 and now - self.since >= self.patience
+        if (self.in_row >= self.LIMIT or too_long) and self.open.is_set():
             self.open.clear()
             self.say("warning", f"the server stopped answering ({fault}); trying it with one page until it does")
 
-    def succeeded(self) -> None:
-        self.replies += 1
+    def answered(self) -> None:
         self.in_row = 0
         if not self.open.is_set():
             self.open.set()
+            self.moved.set()
+            self.pause_until = 0.0
             self.say("info", "the server answers again")
 
 
 def backoff(tries: int) -> float:
-    """Seconds before try `tries` (from 0): doubling from 1 to 30, with jitter so that pages do not march in step."""
-    return float(min(30.0, 2.0 ** min(tries, 5)) * random.uniform(0.5, 1.0))
+    """Seconds before try `tries` (from 0): doubling to thirtyfold, with jitter so that pages do not march in step."""
+    return BACKOFF * float(min(30.0, 2.0 ** min(tries, 5)) * random.uniform(0.5, 1.0))
+
+
+class Sample(NamedTuple):
+    """A reply as the pace judges it."""
+
+    order: int  # of sending
+    cost: float  # s a token, a page's fixed share included
+    seconds: float
 
 
 class Pace:
     """How many requests are in flight at once: a fixed number, or one that follows the server.
 
     Where the server tells how many requests wait (vLLM's /metrics), the limit doubles while none does and shrinks when
-    many do. Elsewhere it is judged by replies, an epoch at a time: it grows fourfold while that brings more, and falls
-    back to what the server can use when replies come in the order of their requests, each later than the one before,
-    as from a queue.
+    many do. Elsewhere it is judged by replies, an epoch at a time: it grows while that brings more, fourfold at first,
+    and falls back when it does not, or when replies come as from a queue.
     """
 
     def __init__(self, fixed: int | None):
@@ -1356,10 +1678,11 @@ class Pace:
         self.waiters: collections.deque[asyncio.Future[None]] = collections.deque()
         self.metrics = False  # whether the server tells its queue; then replies are not judged
         self.epoch = 0
-        self.samples: list[tuple[int, float, float]] = []  # order of sending, seconds a token, seconds
-        self.sent = 0
+        self.samples: list[Sample] = []  # of this epoch's requests
+        self.sent = self.first = 0  # requests so far, and when the epoch began
         self.before: tuple[int, float] | None = None  # limit and rate of the epoch before
         self.holding = 0  # epochs to wait before the next try to grow
+        self.growth = 4.0
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[Callable[[Answer], None]]:
@@ -1382,7 +1705,7 @@ class Pace:
         def answered(answer: Answer) -> None:
             if not self.fixed and not self.metrics and epoch == self.epoch:
                 size = (answer.completion_tokens or len(answer.text) / 3) + 100
-                self.samples.append((order, answer.seconds / size, answer.seconds))
+                self.samples.append(Sample(order, answer.seconds / size, answer.seconds))
                 self.judge()
 
         try:
@@ -1404,6 +1727,7 @@ class Pace:
     def change(self, limit: float) -> None:
         self.limit = int(min(MOST_IN_FLIGHT, max(1, limit)))
         self.epoch += 1
+        self.first = self.sent
         self.samples.clear()
         self.admit()
 
@@ -1411,46 +1735,53 @@ class Pace:
         """The server's own counts of requests it runs and holds in its queue."""
         self.metrics = True
         if waiting > max(4.0, running / 2):
-            self.change(max(running + max(4.0, running / 4), 1))
-        elif waiting <= max(1.0, running / 16) and self.waiters and self.in_flight >= self.limit:
+            self.change(running + max(4.0, running / 4))
+        # What was sent and is not counted yet is still being decoded: it may be the queue of a moment later.
+        elif waiting <= max(1.0, running / 16) and self.waiters and running + waiting >= 0.75 * self.in_flight:
             self.change(self.limit * 2)
 
     def judge(self) -> None:
         """Ends an epoch when a quarter of its requests have their reply."""
         count = len(self.samples)
-        if count < max(6, self.limit // 4):
+        if count < max(8, self.limit // 4):
             return
-        by_order = sorted(self.samples)
-        costs = [cost for _, cost, _ in by_order]
-        if queued(costs):
-            # Little's law: what leaves a second times the time one takes on its own.
-            alone = min(seconds for _, _, seconds in by_order)
-            rate = count / max(seconds for _, _, seconds in by_order)
-            self.holding = 8
-            self.before = None
-            self.change(min(self.limit, math.ceil(1.25 * rate * alone) + 1))
-            return
-        cost = statistics.median(costs)
+        samples = sorted(self.samples)
+        seconds = [sample.seconds for sample in samples]
+        cost = statistics.median(sample.cost for sample in samples)
         rate = self.limit / cost
-        if self.before and self.limit > self.before[0] and rate < 1.2 * self.before[1]:
-            self.holding, limit, self.before = 8, self.before[0], None
-            self.change(limit)
-        elif self.holding:
-            self.holding -= 1
+        full = self.waiters or self.in_flight >= self.limit
+        grown = self.limit / self.before[0] if self.before else 1.0
+        if full and queued(samples, self.first, self.sent):
+            # Little's law: what leaves a second times the time that the first ones took, before there was a queue.
+            useful = 1.5 * count / max(seconds) * statistics.fmean(seconds[:4])
+            self.fall_back(max(useful + 1, self.limit / math.sqrt(grown) if grown > 1 else 1))
+        elif grown > 1 and self.before and rate < (1 + 0.1 * (grown - 1)) * self.before[1]:
+            self.fall_back(self.limit / math.sqrt(grown))
+        elif self.holding or not full:
+            self.holding = max(0, self.holding - 1)
             self.change(self.limit)
-        elif self.waiters or self.in_flight >= self.limit:
-            self.before = (self.limit, rate)
-            self.change(self.limit * 4)
         else:
-            self.change(self.limit)
+            self.before = (self.limit, rate)
+            self.change(self.limit * self.growth)
+
+    def fall_back(self, limit: float) -> None:
+        """Too many were in flight: fewer from now on, and slower growth after a while."""
+        self.growth, self.holding, self.before = 1.5, 3, None
+        self.change(min(self.limit, math.ceil(limit)))
 
 
-def queued(costs: Sequence[float]) -> bool:
-    """Whether replies cost more the later they were asked for: the ranks of order and cost go together."""
-    by_cost = sorted(range(len(costs)), key=costs.__getitem__)
-    if costs[by_cost[-1]] < 1.5 * costs[by_cost[0]]:
+def queued(samples: Sequence[Sample], first: int, sent: int) -> bool:
+    """Whether replies come as from a queue: the first sent are answered first, and the later sent the slower.
+
+    Without a queue the fastest come first, whenever they were sent.
+    """
+    places = [(sample.order - first) / max(1, sent - first) for sample in samples]
+    costs = [sample.cost for sample in samples]
+    if statistics.fmean(places) > 0.35 or max(costs) < 1.5 * min(costs):
         return False
-    return statistics.correlation(range(len(costs)), by_cost) > 0.75
+    by_cost = sorted(range(len(costs)), key=costs.__getitem__)
+    ranks = sorted(range(len(costs)), key=by_cost.__getitem__)
+    return statistics.correlation(range(len(costs)), ranks) > 0.35
 
 
 METRIC = re.compile(
@@ -1494,7 +1825,7 @@ STRAY_LESS_THAN = re.compile(
 )
 MATHS = re.compile(r"(<math\b[^<>]*>)(.*?)(</math\s*>)", re.IGNORECASE | re.DOTALL)
 MATHML = re.compile(r"<(?!/?(?:m[a-z]+|semantics|annotation|br|i|b|sub|sup|span)\b[^<>]*>)", re.IGNORECASE)
-FENCE = re.compile(r"\A\s*```(?:html)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+FENCE = re.compile(r"\A\s*```(?:html)?[ \t]*\n(?=\s*<)(.*?)(?:\n?```\s*)?\Z", re.DOTALL | re.IGNORECASE)
 # Never read from a page: control characters, soft hyphens, zero-width spaces, and the marks that are used below.
 UNSEEN = [*range(9), 11, 12, *range(14, 32), *range(127, 160), 0xAD, 0x200B, 0xFEFF, *range(0xFDD0, 0xFDF0)]
 CONTROL = dict.fromkeys(UNSEEN)
@@ -1543,6 +1874,9 @@ def parse_html(raw: str) -> etree._Element:
 
     fenced = FENCE.match(raw)
     text = (fenced[1] if fenced else raw).encode("utf-8", "replace").decode().translate(CONTROL)
+    text = re.sub(r"<!DOCTYPE[^<>]*>", "", text, flags=re.IGNORECASE)
+    before, end, after = text.rpartition("-->")
+    text = before + end + after.replace("<!--", "&lt;!--")  # a comment without end would hide the rest
     text = MATHS.sub(lambda m: m[1] + MATHML.sub("&lt;", m[2]) + m[3], text)
     text = STRAY_LESS_THAN.sub("&lt;", text)
     if nesting(text) > 100:  # a reply that opens tags without end would exhaust the parser
@@ -1665,13 +1999,9 @@ def parse_box(text: str | None) -> Box | None:
 
 def pixel_box(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """A 0-1000 box in the pixels of a page of `size`, cut to the page."""
-    width, height = size
-    return (
-        max(0, int(box[0] * width / 1000)),
-        max(0, int(box[1] * height / 1000)),
-        min(width, int(box[2] * width / 1000)),
-        min(height, int(box[3] * height / 1000)),
-    )
+    x, y = size[0] / 1000, size[1] / 1000
+    x0, y0, x1, y1 = int(box[0] * x), int(box[1] * y), int(box[2] * x), int(box[3] * y)
+    return max(0, min(x0, size[0])), max(0, min(y0, size[1])), max(0, min(x1, size[0])), max(0, min(y1, size[1]))
 
 
 # Characters that mean something in markdown travel as noncharacters while a run of text is put together, so that what
@@ -1687,12 +2017,13 @@ PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How markdown is written. `ambiguous`: the page has $-maths, so a bare dollar sign needs its backslash."""
+    """How markdown is written. `ambiguous`: the page has $-maths, so that a bare dollar sign needs its backslash."""
 
     headers_footers: bool = False
     images: bool = True
     math: str = "dollars"
     ambiguous: bool = False
+    image: str | None = None  # the file of the figure being written
 
     @property
     def delimiters(self) -> tuple[str, str, str, str]:
@@ -1722,10 +2053,12 @@ def to_markdown(
 def block_markdown(block: Block, style: Style) -> list[str]:
     """The paragraphs of one block."""
     element = block.element
-    if block.label == "Code-Block" and element.find(".//pre") is None and element.find(".//code") is None:
-        return [code_block("".join(element.itertext()), "")]
+    if block.label == "Code-Block" and element.find(".//pre") is None:
+        coded = sum(len("".join(element_text(code).split())) for code in element.iter("code"))
+        if coded in (0, len("".join(element_text(element).split()))):  # all of it, marked as code or not
+            return [code_block(code_text(element), code_language(element))]
     if block.label == "Section-Header" and not any(child.tag in HEADINGS for child in element.iter()):
-        return [f"## {' '.join(inline(element, style).split())}"] if block.text else []
+        return heading(2, inline(element, style))
     if block.label in FIGURES:
         return figure_markdown(block, style)
     return flow(element, style)
@@ -1740,7 +2073,7 @@ def figure_markdown(block: Block, style: Style) -> list[str]:
             image.set("src", block.image)
         else:  # one figure is one file; what else it says of images is text
             image.tag, image.text = "span", image.get("alt")
-    parts = flow(element, style)
+    parts = flow(element, dataclasses.replace(style, image=block.image))
     return [*parts, f"![]({block.image})"] if block.image and style.images and not images else parts
 
 
@@ -1789,25 +2122,44 @@ def block_element(element: etree._Element, style: Style) -> list[str]:
     """A block-level element as paragraphs."""
     tag = str(element.tag)
     if tag in HEADINGS:
-        text = " ".join(inline(element, style).split())
-        return [f"{'#' * HEADINGS[tag]} {text}"] if text else []
+        return heading(HEADINGS[tag], inline(element, style))
     if tag in ("ul", "ol", "menu"):
         return [text] if (text := list_markdown(element, style)) else []
     if tag == "table":
         return [table_html(element, style)]
     if tag == "pre":
-        return [code_block("".join(element.itertext()), code_language(element))]
+        return [code_block(code_text(element), code_language(element))]
     if tag == "hr":
         return ["---"]
     if tag == "math":
         return [math_block(element, style)] if element_text(element).strip() else []
     if tag == "blockquote":
         return ["\n".join(f"> {line}".rstrip() for line in "\n\n".join(flow(element, style)).split("\n"))]
+    if tag == "div" and (label := (element.get("data-label") or "").strip()):
+        left_out = label == "Blank-Page" or (label in RUNNING and not style.headers_footers)
+        return [] if left_out else block_markdown(Block(label, None, element), style)
     return flow(element, style)
 
 
 def element_text(element: etree._Element) -> str:
     return "".join(element.itertext())
+
+
+def code_text(element: etree._Element) -> str:
+    """Code as it stands: a line ends where the text, a <br> or a paragraph ends it."""
+    text = element.text or ""
+    for child in element:
+        tail = child.tail or ""
+        if child.tag == "br":
+            text += "\n"
+        elif child.tag in BLOCK_TAGS:
+            text += "\n" if text.strip() and not text.endswith("\n") else ""
+            text += code_text(child).strip("\n") + "\n"
+            tail = tail if tail.strip() else ""
+        else:
+            text += code_text(child)
+        text += tail
+    return text
 
 
 def marked(text: str | None) -> str:
@@ -1827,7 +2179,11 @@ def inline(element: etree._Element, style: Style) -> str:
     return settle("".join(run).strip(), held, style)
 
 
-WRAPS = {"b": "**", "strong": "**", "i": "*", "em": "*", "del": "~~", "s": "~~", "strike": "~~"}
+WRAPS = {"b": "b", "strong": "b", "i": "i", "em": "i", "del": "del", "s": "del", "strike": "del"}
+SIGNS = {"b": "**", "i": "*", "del": "~~"}
+# Emphasis travels between marks of its own; `settle` writes signs for them.
+OPENINGS = {"b": "\ufde2", "i": "\ufde4", "del": "\ufde6"}
+WRAPPINGS = {mark: name for name, first in OPENINGS.items() for mark in (first, chr(ord(first) + 1))}
 
 
 def inline_element(element: etree._Element, held: list[str], style: Style) -> str:
@@ -1842,7 +2198,9 @@ def inline_element(element: etree._Element, held: list[str], style: Style) -> st
     if tag == "br":
         return "  \n"
     if tag == "img":
-        return hold(f"![{alt_text(element)}]({element.get('src')})", held) if element.get("src") else ""
+        if style.image and element.get("src") == style.image:
+            return hold(f"![{alt_text(element, style)}]({style.image})", held)
+        return marked(element.get("alt")) if style.images and element.get("src") else ""  # it leads to no file
     if tag == "input":
         return marked(input_text(element))
     text = marked(element.text) + "".join(inline_element(child, held, style) + marked(child.tail) for child in element)
@@ -1871,13 +2229,15 @@ def inside_same(element: etree._Element) -> bool:
     return any(WRAPS.get(str(parent.tag)) == WRAPS[str(element.tag)] for parent in element.iterancestors())
 
 
-def wrap(text: str, mark: str) -> str:
-    """Text between marks, with its outer white space outside them."""
-    inner = text.strip()
-    if not inner:
-        return text
-    start = text.index(inner[0])
-    return text[:start] + mark + inner + mark + text[start + len(inner) :]
+def wrap(text: str, name: str) -> str:
+    """Text between an emphasis's marks, each of its paragraphs by itself, with outer white space outside them."""
+    opening = OPENINGS[name]
+    parts = re.split(r"(\n[ \t]*\n)", text)
+    for i, part in enumerate(parts):
+        if inner := part.strip():
+            start = part.index(inner[0])
+            parts[i] = part[:start] + opening + inner + chr(ord(opening) + 1) + part[start + len(inner) :]
+    return "".join(parts)
 
 
 def hold(text: str, held: list[str]) -> str:
@@ -1892,15 +2252,25 @@ def leads_somewhere(href: str | None) -> bool:
 def link(text: str, href: str, held: list[str]) -> str:
     href = re.sub(r"[\s<>]", "", href.strip())
     said = text.translate(UNMARKS).strip()
-    if said in (href, re.sub(r"^(https?://|mailto:)", "", href)):
-        return hold(said, held)  # the address reads as itself
-    target = f"<{href}>" if re.search(r"[()]", href) else href
-    return hold("[", held) + re.sub(r"\]", r"\\]", text.strip()) + hold(f"]({target})", held) if text.strip() else ""
+    if not said or said in (href, re.sub(r"^(https?://|mailto:)", "", href)):
+        return text  # the address reads as itself
+    target = f"<{href}>" if re.search(r"[()\\]", href) else href
+    return hold("[", held) + link_text(text.strip()) + hold(f"]({target})", held)
 
 
-def alt_text(element: etree._Element) -> str:
+def link_text(text: str) -> str:
+    """Marked text between a link's brackets: its own get backslashes unless each has its partner."""
+    depth = 0
+    for c in re.findall(rf"{BRACKET}|\]", text):
+        depth += 1 if c == BRACKET else -1
+        if depth < 0:
+            break
+    return text.replace(BRACKET, "\\[").replace("]", "\\]") if depth else text
+
+
+def alt_text(element: etree._Element, style: Style) -> str:
     """An image's description on one line, as a link's text."""
-    return re.sub(r"([\[\]\\])", r"\\\1", " ".join((element.get("alt") or "").split()))
+    return settle(link_text(marked(" ".join((element.get("alt") or "").split()))), [], style)
 
 
 def input_text(element: etree._Element) -> str:
@@ -1927,15 +2297,24 @@ def latex(element: etree._Element) -> str:
 
 
 def math_inline(element: etree._Element, style: Style) -> str:
-    opening, closing, opening_block, closing_block = style.delimiters
     if element.get("display") == "block":
-        return f"{opening_block}{latex(element)}{closing_block}"
-    return f"{opening}{' '.join(latex(element).split())}{closing}"
+        return math_block(element, style)
+    opening, closing, _, _ = style.delimiters
+    return f"{opening}{' '.join(formula(element, style).split())}{closing}"
 
 
 def math_block(element: etree._Element, style: Style) -> str:
     _, _, opening, closing = style.delimiters
-    return f"{opening}{latex(element)}{closing}"
+    return f"{opening}{formula(element, style)}{closing}"
+
+
+def formula(element: etree._Element, style: Style) -> str:
+    """A formula's LaTeX in which nothing reads as the delimiter around it: maths within its text has the other kind."""
+    text = latex(element)
+    if style.math == "brackets":
+        return re.sub(r"(?<!\\)\\\((.*?)(?<!\\)\\\)", r"$\1$", text, flags=re.DOTALL)
+    text = re.sub(r"(?<!\\)\$([^$]+?)(?<!\\)\$", r"\\(\1\\)", text)
+    return re.sub(r"(?<!\\)\$", r"\\$", text)
 
 
 def code_span(text: str) -> str:
@@ -1965,7 +2344,7 @@ def list_markdown(element: etree._Element, style: Style) -> str:
     number = int(start) if re.fullmatch(r"[0-9]{1,9}", start) else 1
     lines: list[str] = []
     if element.text and element.text.strip():
-        lines.append(settle(marked(element.text).strip(), [], style))
+        lines.append(paragraph(marked(element.text), [], style))
     for child in element:
         bullet = f"{number}. " if ordered else "- "
         parts = (
@@ -1980,7 +2359,7 @@ def list_markdown(element: etree._Element, style: Style) -> str:
             indent = " " * len(bullet)
             lines.append(bullet + "\n".join(indent + line if line else "" for line in text.split("\n")).lstrip())
         if child.tail and child.tail.strip():
-            lines.append(settle(marked(child.tail).strip(), [], style))
+            lines.append(paragraph(marked(child.tail), [], style))
     return "\n".join(lines)
 
 
@@ -2002,8 +2381,8 @@ def table_html(element: etree._Element, style: Style) -> str:
     return re.sub(r"\s*\n\s*", "\n", "".join(clean_html(element, style))).strip()
 
 
-def clean_html(element: etree._Element, style: Style) -> Iterator[str]:
-    """An element as HTML text: harmless attributes only, form fields and maths as text."""
+def clean_html(element: etree._Element, style: Style, lone: bool = False) -> Iterator[str]:
+    """An element as HTML text: harmless attributes only, form fields and maths as text. `lone`: see cell_text."""
     tag = CELL_TAGS.get(str(element.tag), str(element.tag))
     if tag == "math":
         yield cell_text(re.sub(r"([<&])(?=[A-Za-z#/!?])", r"\1 ", math_inline(element, style)))
@@ -2018,17 +2397,21 @@ def clean_html(element: etree._Element, style: Style) -> Iterator[str]:
         yield f"<{tag}{attributes(element)}>"
     if tag in VOID:
         return
-    lone = style.ambiguous and element.find("math") is not None
-    yield cell_text(element.text, lone)
-    for child in element:
-        yield from clean_html(child, style)
-        yield cell_text(child.tail, lone)
+    if tag == "pre":
+        yield html.escape(code_text(element).strip("\n"), quote=False).replace("\n", "<br>")
+    else:
+        if tag in ("td", "th", "caption"):
+            lone = style.ambiguous and (element.find(".//math") is not None or element_text(element).count("$") > 1)
+        yield cell_text(element.text, lone)
+        for child in element:
+            yield from clean_html(child, style, lone)
+            yield cell_text(child.tail, lone)
     if kept:
         yield f"</{tag}>"
 
 
 CELL_TAGS = {"strong": "b", "em": "i", "s": "del", "strike": "del"}
-UNWRAPPED = frozenset({"chem", "span", "font", "label", "div", "u", "small", "big", "mark", "ins", "center"})
+UNWRAPPED = frozenset({"chem", "span", "font", "label", "u", "small", "big", "mark", "ins", "center"})
 
 
 def attributes(element: etree._Element) -> str:
@@ -2056,41 +2439,54 @@ def cell_text(text: str | None, lone_dollars: bool = False) -> str:
 
 def paragraph(text: str, held: list[str], style: Style) -> str:
     """A run of inline content as a paragraph: settled, and with no line that reads as something else."""
-    text = settle(text.strip(), held, style)
-    return "\n".join(guard_line(line) for line in text.split("\n")) if text else ""
+    text = re.sub(r"[ \t]*\n(?:[ \t]*\n)+", "\n\n", text.strip())
+    lines = settle(text, held, style).split("\n")
+    return "\n".join(guard_line(line.lstrip(" \t"), bool(i)) for i, line in enumerate(lines))
 
 
+# A heading, quote, list, rule, fence or link target; "-" and "1." read as themselves in a list too.
 LINE_MARKUP = re.compile(
-    r"(#{1,6}(\s|$)|>|[+*]\s|(=+|-+|([-_*]\s*){3,}|\+|\*)\s*$|(`{3,}|~{3,})|\[[^\]]+\]:)"
-)  # a heading, quote, list, rule, underline, fence or link target; "-" and "1." read as themselves in a list too
+    r"#{1,6}(?:\s|$)|>|[+*](?:\s|$)|(?:(?:-\s*){3,}|(?:_\s*){3,}|(?:\*\s*){3,})$|`{3,}[^`]*$|~{3,}|\[[^\]]+\]:"
+)
+# Below another line: what would make a heading of it, or a table's head.
+UNDERLINE = re.compile(r"=+\s*$|\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$")
 
 
-def guard_line(line: str) -> str:
+def guard_line(line: str, goes_on: bool = False) -> str:
     """A line of text with a backslash before it when markdown would read it as markup."""
-    match = LINE_MARKUP.match(line.lstrip())
-    if not match or line.startswith(("![", "**")):
-        return line
-    return "\\" + line.lstrip()
+    if LINE_MARKUP.match(line) or (goes_on and UNDERLINE.match(line)):
+        return "\\" + line
+    return line
+
+
+def heading(level: int, text: str) -> list[str]:
+    """A heading on one line; number signs at its end would be taken for its closing."""
+    text = re.sub(r"(^| )(#+)$", r"\1\\\2", " ".join(text.split()))
+    return [f"{'#' * level} {text}"] if text else []
 
 
 def settle(text: str, held: Sequence[str], style: Style) -> str:
     """Marked text as markdown: special characters get a backslash only where a reader would take them for markup."""
     if not text:
         return ""
-    escaped = set(emphasis(text, STAR, "*")) | set(emphasis(text, UNDERSCORE, "_")) | set(strikes(text))
-    escaped |= set(dollars(text, style)) | set(ticks(text, held)) | set(links(text))
+    held = list(held)
+    text = tags_for_signs(text, held)
+    escaped = {*paired(text, STAR, "bi"), *paired(text, UNDERSCORE, ""), *paired(text, TILDE, ("del",))}
+    escaped |= {*dollars(text, style), *ticks(text, held), *links(text), *tags(text)}
     out: list[str] = []
     for i, c in enumerate(text):
-        literal = UNMARKS.get(ord(c))
-        if literal is None:
+        if not "\ufdd0" <= c <= "\ufdef":
             out.append(c)
             continue
-        follows = plain(text[i + 1 : i + 40])
+        literal = UNMARKS.get(ord(c))
+        if literal is None:
+            out.append(SIGNS.get(WRAPPINGS.get(c, ""), c))
+            continue
+        follows = text[i + 1 : i + 2]
         if (
             i in escaped
-            or (c == BACKSLASH and (follows[:1] in PUNCTUATION or follows[:1] == "\n"))
-            or (c == LESS and re.match(r"[A-Za-z/!?]", follows))
-            or (c == AMPERSAND and re.match(r"(#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);", follows))
+            or (c == BACKSLASH and (follows == "\n" or (follows and kind_of(follows) == 1)))
+            or (c == AMPERSAND and is_entity(text[i + 1 : i + 40]))
         ):
             out.append("\\")
         out.append(literal)
@@ -2099,6 +2495,12 @@ def settle(text: str, held: Sequence[str], style: Style) -> str:
 
 def plain(text: str) -> str:
     return text.translate(UNMARKS)
+
+
+def is_entity(text: str) -> bool:
+    """Whether a reader takes "&" before this text for a character reference."""
+    match = re.match(r"#[0-9]{1,7};|#[xX][0-9a-fA-F]{1,6};|([A-Za-z][A-Za-z0-9]*;)", text)
+    return bool(match and (match[1] is None or match[1] in html.entities.html5))
 
 
 def spaced(match: re.Match[str], held: Sequence[str]) -> str:
@@ -2110,76 +2512,154 @@ def spaced(match: re.Match[str], held: Sequence[str]) -> str:
     return (" " if before.isalnum() or before == "$" else "") + said + (" " if after.isalnum() or after == "$" else "")
 
 
+def kind_of(c: str) -> int:
+    """0: white space or nothing, 1: punctuation or a sign of markup, 2: a letter or digit (CommonMark 2.1)."""
+    if not c or c.isspace():
+        return 0
+    return 1 if c in PUNCTUATION or "\ufdd0" <= c <= "\ufdef" or unicodedata.category(c)[0] in "PS" else 2
+
+
 def flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
     """Whether a run of delimiters text[start:end] is left- and right-flanking (CommonMark 6.2)."""
-    before, after = plain(text[start - 1 : start]) or " ", plain(text[end : end + 1]) or " "
-
-    def kind(c: str) -> int:
-        if c.isspace():
-            return 0
-        return 1 if c in PUNCTUATION or unicodedata.category(c)[0] in "PS" else 2
-
-    left, right = kind(after), kind(before)
+    left, right = kind_of(text[end : end + 1]), kind_of(text[max(0, start - 1) : start])
     return bool(left == 2 or (left == 1 and right < 2)), bool(right == 2 or (right == 1 and left < 2))
 
 
-def emphasis(text: str, mark: str, real: str) -> Iterator[int]:
-    """Where literal stars or underscores would pair up as emphasis, with each other or with real markup."""
-    runs = [(m.start(), m.end()) for m in re.finditer(re.escape(mark) + "+", text)]
-    if not runs:
+def tags_for_signs(text: str, held: list[str]) -> str:
+    """Text in which emphasis that stars or tildes could not show where it stands (`**a:**b`) has tags instead."""
+    marks = list(text)
+    opened: list[int] = []
+    for i, c in enumerate(text):
+        name = WRAPPINGS.get(c)
+        if name is None:
+            continue
+        if c == OPENINGS[name]:
+            opened.append(i)
+            continue
+        start = opened.pop()
+        # Marks next to each other make one run: its neighbours count.
+        first, last = (start, start), (i, i)
+        if name != "del":
+            first, last = star_run(marks, start), star_run(marks, i)
+        apart = "".join(marks[first[0] - 1 : first[0]] + marks[last[1] + 1 : last[1] + 2])
+        if (
+            not flanks(text, first[0], first[1] + 1)[0]
+            or not flanks(text, last[0], last[1] + 1)[1]
+            or any(WRAPPINGS.get(near) for near in apart)
+            or first[1] >= last[0]
+        ):
+            marks[start], marks[i] = hold(f"<{name}>", held), hold(f"</{name}>", held)
+    return "".join(marks)
+
+
+def star_run(marks: Sequence[str], at: int) -> tuple[int, int]:
+    """Where the run of equal-sided star marks around a place begins and ends."""
+    start = end = at
+    opening = marks[at] in OPENINGS.values()
+
+    def joins(c: str) -> bool:
+        return WRAPPINGS.get(c) in ("b", "i") and (c in OPENINGS.values()) == opening
+
+    while start > 0 and joins(marks[start - 1]):
+        start -= 1
+    while end + 1 < len(marks) and joins(marks[end + 1]):
+        end += 1
+    return start, end
+
+
+def paired(text: str, sign: str, wraps: Iterable[str]) -> Iterator[int]:
+    """Where literal stars, underscores or tildes would pair up as emphasis, with each other or with real marks."""
+    if sign not in text:
         return
-    opens, closes = [], []
-    for start, end in runs:
+    real = {OPENINGS[name]: 1 for name in wraps} | {chr(ord(OPENINGS[name]) + 1): -1 for name in wraps}
+    last_closing = max((text.rfind(mark) for mark in real), default=-1)
+    runs: list[tuple[int, int, bool, bool]] = []
+    depth = 0
+    for match in re.finditer(f"{sign}+|[{''.join(real)}]" if real else f"{sign}+", text):
+        start, end = match.span()
+        if match[0] in real:
+            depth += real[match[0]]
+            continue
         left, right = flanks(text, start, end)
-        if real == "_":  # inside a word an underscore is a letter
-            before, after = plain(text[start - 1 : start]), plain(text[end : end + 1])
-            left, right = left and (not right or before in PUNCTUATION), right and (not left or after in PUNCTUATION)
-        opens.append(left)
-        closes.append(right)
-    beside_markup = real in HELD.sub("", text)
-    pairs = any(opens[i] and any(closes[i + 1 :]) for i in range(len(runs)))
-    for (start, end), left, right in zip(runs, opens, closes, strict=True):
-        if (left or right) and (beside_markup or pairs):
+        before, after = text[max(0, start - 1) : start], text[end : end + 1]
+        if sign == UNDERSCORE:  # inside a word an underscore is a letter
+            left, right = left and (not right or kind_of(before) == 1), right and (not left or kind_of(after) == 1)
+        if sign == TILDE and end - start > 2:
+            left = right = False
+        if right:
+            last_closing = max(last_closing, start)
+        runs.append((start, end, left, before in real or after in real or (right and depth > 0)))
+    for start, end, opens, harms in runs:
+        if harms or (opens and last_closing > start):
             yield from range(start, end)
-
-
-def strikes(text: str) -> Iterator[int]:
-    """Where literal tildes would strike text out."""
-    runs = [m for m in re.finditer(TILDE + "{1,2}(?!" + TILDE + ")", text) if any(flanks(text, m.start(), m.end()))]
-    if len(runs) > 1 or (runs and "~" in text):
-        for run in runs:
-            yield from range(run.start(), run.end())
 
 
 def dollars(text: str, style: Style) -> Iterator[int]:
     """Where bare dollar signs would be read as maths: on a page with $-maths, or where two of them pair up."""
-    places = [i for i, c in enumerate(text) if c == DOLLAR]
-    if style.math == "brackets" or not places:
+    if style.math == "brackets" or DOLLAR not in text:
         return
-    if style.ambiguous:
-        yield from places
-        return
-    opened = False
-    for i in places:
-        before, after = text[i - 1 : i], text[i + 1 : i + 2]
-        if opened and before and not before.isspace() and not after.isdigit():
-            yield from places
-            return
-        opened = opened or (bool(after) and not after.isspace())
+    runs = [match.span() for match in re.finditer(DOLLAR + "+", text)]
+    closing = [
+        start
+        for start, end in runs
+        if end - start > 1 or (kind_of(text[max(0, start - 1) : start]) and not text[end : end + 1].isdigit())
+    ]
+    for start, end in runs:
+        opens = end - start > 1 or kind_of(text[end : end + 1])
+        if style.ambiguous or (opens and closing and closing[-1] > start):
+            yield from range(start, end)
 
 
 def ticks(text: str, held: Sequence[str]) -> Iterator[int]:
-    """Where literal backticks would make code."""
-    runs = list(re.finditer(TICK + "+", text))
-    if len(runs) > 1 or (runs and any(said.startswith("`") for said in held)):
-        for run in runs:
-            yield from range(run.start(), run.end())
+    """Where literal backticks would make code: before as many others."""
+    if TICK not in text:
+        return
+    later: set[int] = set()
+    for match in reversed(list(re.finditer(f"{TICK}+|{HELD.pattern}", text))):
+        if match[1]:
+            said = held[int(match[1])]
+            later.add(len(said) - len(said.lstrip("`")))
+            continue
+        if len(match[0]) in later:
+            yield from range(match.start(), match.end())
+        later.add(len(match[0]))
+
+
+# What makes a link of "[...]" before it: an address, or nothing, and perhaps a title.
+LINK_END = re.compile(r"\(\s*(?:<[^<>\n]*>|[^\s<]\S*)?(?:\s+[\"'(].*[\"')])?\s*\)")
 
 
 def links(text: str) -> Iterator[int]:
     """Where literal brackets would make a link."""
-    for match in re.finditer(rf"{BRACKET}(?=[^\]]*\]\()", text):
-        yield match.start()
+    opened: list[int] = []
+    for match in re.finditer(rf"{BRACKET}|\]", text):
+        if match[0] == BRACKET:
+            opened.append(match.start())
+        elif opened:
+            start, rest = opened.pop(), text[match.end() : match.end() + 300]
+            if rest.startswith("(") and (len(rest) == 300 or LINK_END.match(plain(rest))):
+                yield start
+
+
+# What begins a block of HTML at a line's start, whole tag or not (CommonMark 4.6).
+HTML_START = re.compile(
+    r"(?:!--|\?|![A-Za-z]|!\[CDATA\[|(?:pre|script|style|textarea)(?:[\s>]|$)|/?(?:address|article|aside|base|basefont|"
+    r"blockquote|body|caption|center|col|colgroup|dd|details|dialog|dir|div|dl|dt|fieldset|figcaption|figure|footer|"
+    r"form|frame|frameset|h[1-6]|head|header|hr|html|iframe|legend|li|link|main|menu|menuitem|nav|noframes|ol|"
+    r"optgroup|option|p|param|search|section|summary|table|tbody|td|tfoot|th|thead|title|tr|track|ul)(?:\s|/?>|$))",
+    re.IGNORECASE,
+)
+
+
+def tags(text: str) -> Iterator[int]:
+    """Where a literal "<" would begin a tag, a comment or an address."""
+    last_greater = text.rfind(">")
+    for match in re.finditer(LESS, text):
+        start, follows = match.start(), plain(text[match.end() : match.end() + 20])
+        line = text[text.rfind("\n", 0, start) + 1 : start]
+        begins = not line.strip() and HTML_START.match(follows)
+        if begins or (start < last_greater and re.match(r"[A-Za-z/!?]", follows)):
+            yield start
 
 
 # --- clean HTML
@@ -2206,7 +2686,7 @@ def sanitize(text: str) -> str:
     import nh3
 
     return nh3.clean(
-        text,
+        text.encode("utf-8", "replace").decode(),
         tags=set(SHOWN_TAGS),
         attributes=SHOWN_ATTRIBUTES,
         url_schemes={"http", "https", "mailto"},
@@ -2221,6 +2701,10 @@ def to_html(blocks: Sequence[Block], *, headers_footers: bool = False, images: b
         if block.label == "Blank-Page" or (block.label in RUNNING and not headers_footers):
             continue
         element = copy.deepcopy(block.element)
+        for inner in list(labelled_below(element)):
+            if inner.get("data-label").strip() in RUNNING and not headers_footers:
+                keep_tail(inner)
+                inner.getparent().remove(inner)
         for image in element.iter("img"):
             image.attrib.pop("src", None)  # a reply may name any address; only files cut from the page are shown
         pictures = list(element.iter("img"))
@@ -2229,14 +2713,13 @@ def to_html(blocks: Sequence[Block], *, headers_footers: bool = False, images: b
             if not pictures:
                 element.append(picture)
             picture.set("src", block.image)
-        for formula in list(element.iter("math")):
-            opening, closing = ("\\[", "\\]") if formula.get("display") == "block" else ("\\(", "\\)")
-            said = f"{opening}{latex(formula)}{closing}"
-            for child in list(formula):
-                formula.remove(child)
-            formula.tag, formula.text = "span", said
-            formula.attrib.clear()
-            formula.set("class", "math")
+        for maths in list(element.iter("math")):
+            said = math_inline(maths, Style(math="brackets"))
+            for child in list(maths):
+                maths.remove(child)
+            maths.tag, maths.text = "span", said
+            maths.attrib.clear()
+            maths.set("class", "math")
         for box in element.iter("input"):
             box.tag, box.text = "span", input_text(box)
         label = re.sub(r"[^\w-]", "", block.label) or "Text"
@@ -2486,7 +2969,7 @@ def reply_hash(text: str) -> str | None:
 
 
 def outside(box: Box) -> bool:
-    """Whether a box reaches past the page, or has no area."""
+    """Whether a box reaches past the page, or is turned inside out."""
     x0, y0, x1, y1 = box
     return min(x0, y0) < 0 or max(x1, y1) > 1000 or x0 > x1 or y0 > y1
 
@@ -2541,13 +3024,16 @@ def spans(numbers: Sequence[int]) -> str:
 
 def rewrite_page(document: Document, number: int, wanted: Wanted, record: dict[str, Any]) -> dict[str, Any]:
     """Writes a page's files again from its reply, for other output settings."""
-    blocks, notes = cut_figures(read_reply(raw_reply(document.folder, number)), document, number, wanted)
-    markdown = to_markdown(blocks, **wanted.output())
-    write_atomic(page_file(document.folder, number, ".md"), markdown + "\n" if markdown else "")
-    size = (record["image"]["width"], record["image"]["height"])
-    record |= {"output": wanted.output(), "blocks": [block_record(block, size) for block in blocks]}
-    record["notes"] = [note for note in record.get("notes", []) if not note.startswith("figures not")] + list(notes)
-    write_json(page_file(document.folder, number, ".json"), record)
+    try:
+        blocks, notes = cut_figures(read_reply(raw_reply(document.folder, number)), document, number, wanted)
+        markdown = to_markdown(blocks, **wanted.output())
+        write_atomic(page_file(document.folder, number, ".md"), markdown + "\n" if markdown else "")
+        size = (record["image"]["width"], record["image"]["height"])
+        record |= {"output": wanted.output(), "blocks": [block_record(block, size) for block in blocks]}
+        record["notes"] = [note for note in record.get("notes", []) if not note.startswith("figures not")] + list(notes)
+        write_json(page_file(document.folder, number, ".json"), record)
+    except OSError as e:
+        raise OutputError(f"{show(document.folder)}: cannot be written: {reason(e)}") from None
     return record
 
 
@@ -3221,7 +3707,7 @@ class CpuEngine:
     async def __aexit__(self, *error: object) -> None:
         self.workers.stop()
 
-    async def connect(self) -> None:
+    async def connect(self, say: Callable[[str, str], None] | None = None) -> None:
         """Raises NoServer when the engine is not installed."""
         if not (importable("rapidocr") and importable("onnxruntime")):
             raise NoServer("--engine cpu needs RapidOCR: pip install -r requirements-cpu.txt")
@@ -3255,47 +3741,180 @@ Listener = Callable[[str, str], None]  # level ("info" or "warning") and a line 
 class Workers:
     """The processes that draw, read and write. One that hangs or dies costs its task one try, nothing else."""
 
-    def __init__(self, count: int, initializer: Callable[..., None], tasks: int = WORKER_TASKS):
+    def __init__(self, count: int, initializer: Callable[[], None], tasks: int = WORKER_TASKS):
         self.count, self.initializer, self.tasks = count, initializer, tasks
-        self.pool: Any = None
+        self.idle: list[Worker] = []
+        self.busy: set[Worker] = set()
+        self.threads: ThreadPoolExecutor | None = None
+        self.proved = False  # whether any worker ever started
 
     def start(self) -> None:
-        from pebble import ProcessPool
+        """Makes room for the processes; each starts with its first task."""
+        from concurrent.futures import ThreadPoolExecutor
 
-        # "spawn" on every platform: a fork of a process with threads and an event loop may hang.
-        context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPool(self.count, self.tasks, initializer=self.initializer, context=context)
+        self.places = asyncio.Semaphore(self.count)
+        self.threads = ThreadPoolExecutor(self.count, "worker")  # a thread waits for each process
 
     async def run(self, limit: float | None, function: Callable[..., T], *args: Any) -> T:
         """A function's result from a worker. Raises TimeoutError past `limit` seconds, Crashed when the worker died."""
-        from concurrent.futures.process import BrokenProcessPool
-
-        from pebble.common import ProcessExpired
-
-        for last in (False, True):
-            pool = self.pool
+        async with self.places:
+            worker = self.idle.pop() if self.idle else Worker(self.initializer)
+            self.busy.add(worker)
             try:
-                return await asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit))
-            except ProcessExpired as e:
-                raise Crashed(f"the worker process died (exit code {e.exitcode})") from None
-            except (BrokenProcessPool, RuntimeError):
-                # A worker that dies between tasks breaks the pool as a whole; a new one takes over, once a task.
-                if last or self.pool is None:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self.threads, worker.call, limit, function, args)
+                self.proved = True
+                return result
+            except asyncio.CancelledError:
+                worker.kill()
+                raise
+            except NotStarted as e:
+                if self.proved:
                     raise
-                if self.pool is pool:
-                    self.stop()
-                    self.start()
-        raise AssertionError("the loop returns or raises")
+                raise BadUsage(
+                    f"no worker process starts ({e}); a script that calls ocr.run does so below "
+                    'if __name__ == "__main__":, as Python\'s multiprocessing wants it'
+                ) from None
+            finally:
+                self.busy.discard(worker)
+                if worker.killed or worker.calls >= self.tasks:
+                    worker.kill()
+                else:
+                    self.idle.append(worker)
+
+    async def run_again(self, limit: float | None, function: Callable[..., T], *args: Any) -> T:
+        """`run`, with a second try when the worker died: perhaps of something else than its task."""
+        try:
+            return await self.run(limit, function, *args)
+        except Crashed:
+            return await self.run(limit, function, *args)
 
     def stop(self) -> None:
-        if self.pool is not None:
-            pool, self.pool = self.pool, None
-            pool.stop()
-            pool.join()
+        for worker in (*self.idle, *self.busy):
+            worker.kill()
+        self.idle.clear()
+        if self.threads:
+            self.threads.shutdown()
+
+
+class Worker:
+    """A process that does a task at a time, told through a pipe of its own: its death is nobody else's trouble."""
+
+    START_LIMIT = 120.0  # s for Python to start and import
+
+    def __init__(self, initializer: Callable[[], None]):
+        self.initializer, self.calls, self.killed = initializer, 0, False
+        self.process: BaseProcess | None = None
+
+    def call(self, limit: float | None, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        """A task's result; called in a thread. Raises what the task raises, TimeoutError or Crashed."""
+        if self.process is None:
+            self.begin()
+        self.calls += 1
+        try:
+            self.pipe.send((function, args))
+            in_time = self.pipe.poll(limit)
+            done, value = self.pipe.recv() if in_time else (False, TimeoutError(f"no result within {limit} s"))
+        except (EOFError, OSError):
+            self.kill()
+            raise Crashed(f"the worker process died (exit code {self.exit_code})") from None
+        if not in_time:
+            self.kill()
+        if done:
+            return cast(T, value)
+        raise value
+
+    def begin(self) -> None:
+        """Starts the process. Raises NotStarted."""
+        # "spawn" on every platform: a fork of a process with threads and an event loop may hang.
+        context = multiprocessing.get_context("spawn")
+        try:
+            self.pipe, theirs = context.Pipe()
+            with theirs:
+                self.process = context.Process(
+                    target=serve, args=(theirs, self.initializer), daemon=True, name="ocr worker"
+                )
+                with interrupts_blocked():
+                    self.process.start()
+            if self.killed:  # meanwhile, by a run that ends
+                self.process.kill()
+            if not self.pipe.poll(self.START_LIMIT):
+                raise EOFError
+            self.pipe.recv()
+        except (EOFError, OSError) as e:
+            self.kill()
+            raise NotStarted(reason(e) if isinstance(e, OSError) else f"exit code {self.exit_code}") from None
+
+    def kill(self) -> None:
+        self.killed = True
+        if self.process is not None and self.process.pid is not None:
+            self.process.kill()
+            self.process.join(5)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode if self.process else None
+
+
+def serve(pipe: Connection, initializer: Callable[[], None]) -> None:
+    """What a worker process does: one task after another, until its parent closes the pipe or is no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to hear: what arrived is still written
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    initializer()
+    pipe.send("ready")
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result = True, function(*args)
+        except Exception as e:
+            result = False, sendable(e)
+        try:
+            pipe.send(result)
+        except OSError:
+            return
+        except Exception as e:  # too large for the worker's memory
+            pipe.send((False, RuntimeError(f"{type(e).__name__}: {e}")))
+
+
+def end_with_parent() -> None:
+    """Ends a worker, whatever it does, when its parent was killed: nobody waits for it or keeps its time limit."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
+
+
+def sendable(error: Exception) -> Exception:
+    """An exception that gets through a pipe: itself, or its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """A process started in here does not hear Ctrl-C before it can ignore it (where signals can be blocked)."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Crashed(Exception):
     """A worker process died at its task: PDFium crashed, or its memory ran out."""
+
+
+class NotStarted(Crashed):
+    """A worker process did not get as far as its first task."""
 
 
 class Slot:
@@ -3313,6 +3932,17 @@ class Slot:
         if self.held:
             self.held = False
             self.ready.release()
+
+
+@dataclass
+class Trouble:
+    """What the transport did to one page so far."""
+
+    replies: int  # the server's, when the page was asked last
+    tries: int = 0
+    own: int = 0  # faults while the server answered others
+    free: bool = True  # a stale connection costs nothing, once
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -3389,6 +4019,8 @@ class Run:
         self.by_folder: dict[Path, tuple[Document, DocumentResult]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.searching = True
+        self.finished = False
+        self.probing = False
         self.started = time.time()
 
     # -- saying
@@ -3410,10 +4042,13 @@ class Run:
     # -- the whole
 
     async def go(self, inputs: list[str | Path]) -> RunResult:
-        self.inputs = inputs
+        self.inputs = inputs  # as run.json tells them
+        inputs = expand_lists(inputs)
         engine = CpuEngine(self.settings) if self.settings.engine == "cpu" else Server(self.settings)
         async with engine as self.engine:
-            await self.engine.connect()
+            await self.engine.connect(self.say)
+            if warning := check_context(self.engine.model, self.settings):
+                self.say("warning", warning)
             self.pace = Pace(self.settings.concurrency or self.engine.width)
             self.gate.wake = self.engine.check_model
             self.wanted = self.wanted_of(self.engine.model.name)
@@ -3424,29 +4059,42 @@ class Run:
                 raise BadUsage(f"--out {show(self.out)}: cannot be written: {reason(e)}") from None
             self.places = Places(self.out)
             self.workers.start()
-            follower = asyncio.create_task(self.follow_server())
+            beside = [asyncio.create_task(self.follow_server()), asyncio.create_task(self.tick())]
             try:
                 await self.all_pages(inputs)
-            except* (NoServer, OutputError) as group:
-                first = next(iter(flatten(group)))
-                self.result.stopped = str(first)
-                self.result.exit_code = 3 if isinstance(first, NoServer) else 1
-                self.say("warning", f"stopped: {first}")
+                self.finished = True
+            except asyncio.CancelledError:
+                self.result.stopped = "interrupted"
+                raise
+            except Exception as e:
+                self.stop_for(list(flatten(e)))
             finally:
-                follower.cancel()
-                # What arrived is paid for: it goes to disk even when the run was stopped.
-                await asyncio.gather(*self.finishing, return_exceptions=True)
-                self.workers.stop()
-                self.close()
+                for task in beside:
+                    task.cancel()
+                try:
+                    # What arrived is paid for: it goes to disk even when the run was stopped.
+                    await asyncio.gather(*self.finishing, *beside, return_exceptions=True)
+                finally:
+                    self.workers.stop()
+                    self.close()
         return self.result
+
+    def stop_for(self, errors: list[BaseException]) -> None:
+        """Notes why the run ends early; raises what is neither the server's nor the disk's fault."""
+        first = next((e for e in errors if not isinstance(e, (NoServer, OutputError))), errors[0])
+        self.result.stopped = reason(first)
+        if not isinstance(first, (NoServer, OutputError)):
+            raise first from None
+        self.result.exit_code = 3 if isinstance(first, NoServer) else 1
+        self.say("warning", f"stopped: {first}")
 
     def close(self) -> None:
         """Sums the run up and writes run.json."""
         result = self.result
-        if not result.exit_code and not all(
-            doc.error is None and not doc.count(FAILED) and doc.folder for doc in result.documents
-        ):
-            result.exit_code = 1
+        whole = all(doc.error is None and not doc.count(FAILED) and doc.folder for doc in result.documents)
+        missing = any(len(doc.pages) < len(document.numbers) for document, doc in self.by_folder.values())
+        if not whole or missing:
+            result.exit_code = result.exit_code or 1
         result.summary = self.summary()
         try:
             self.write_run()
@@ -3458,8 +4106,8 @@ class Run:
         write_json(self.out / "run.json", self.result.summary or self.summary(), indent=1)
 
     async def all_pages(self, inputs: list[str | Path]) -> None:
-        async with asyncio.TaskGroup() as group:
-            async for document, todo in self.documents(inputs):
+        async with asyncio.TaskGroup() as group, contextlib.aclosing(self.documents(inputs)) as documents:
+            async for document, todo in documents:
                 for number in todo:
                     slot = Slot(self.ready)
                     await slot.take()
@@ -3468,24 +4116,32 @@ class Run:
             self.show_totals()
         await self.doubt_twins()
 
+    async def tick(self) -> None:
+        """Shows how it goes every second, also while nothing happens."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.show_totals()
+
     # -- documents
 
-    async def documents(self, inputs: list[str | Path]) -> AsyncIterator[tuple[Document, list[int]]]:
+    async def documents(self, inputs: list[str | Path]) -> AsyncGenerator[tuple[Document, list[int]], None]:
         """The documents that open and their pages to do, in order; a few are looked at ahead."""
         ahead: collections.deque[asyncio.Task[tuple[Document, list[int]] | None]] = collections.deque()
         try:
-            async for found in self.found(inputs):
-                ahead.append(asyncio.create_task(self.open(found)))
-                if len(ahead) >= self.lookahead and (document := await ahead.popleft()):
-                    yield document
+            async with contextlib.aclosing(self.found(inputs)) as files:
+                async for found in files:
+                    ahead.append(asyncio.create_task(self.open(found)))
+                    if len(ahead) >= self.lookahead and (document := await ahead.popleft()):
+                        yield document
             while ahead:
                 if document := await ahead.popleft():
                     yield document
         finally:
             for task in ahead:
                 task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
 
-    async def found(self, inputs: list[str | Path]) -> AsyncIterator[Found]:
+    async def found(self, inputs: list[str | Path]) -> AsyncGenerator[Found, None]:
         """The files of the inputs, looked for in a thread, some at a time, so that a large shelf starts at once."""
         search = find_inputs(inputs, self.out)
         while batch := await asyncio.to_thread(lambda: list(itertools.islice(search, 64))):
@@ -3510,9 +4166,13 @@ class Run:
             self.say("info", f"{show(found.source)}: given twice; read once")
             return None
         self.result.documents.append(result)
+        done: dict[int, PageResult] = {}
+        together = False
         try:
             document = await self.survey(found, folder)
             claim_folder(document, self.places.identity(found.source))
+            if not self.settings.overwrite and (folder / "pages").is_dir():
+                done, together = await self.pages_done(document)
         except DocumentError as e:
             result.error = str(e)
             self.complain(found.source, str(e))
@@ -3520,12 +4180,6 @@ class Run:
         result.folder, result.notes = folder, document.notes
         for note in document.notes:
             self.say("info", f"{show(found.source)}: {note}")
-        done: dict[int, PageResult] = {}
-        together = False
-        if not self.settings.overwrite and (folder / "pages").is_dir():
-            done, together = await self.workers.run(
-                None, pages_done, document, self.wanted, self.settings.retry_suspect
-            )
         self.counts["expected"] += len(document.numbers)
         self.by_folder[folder] = document, result
         for page in done.values():
@@ -3541,17 +4195,17 @@ class Run:
         """Opens a file in a worker. Raises DocumentError."""
         password = self.settings.password
         try:
-            looked = await self.workers.run(10 * RENDER_LIMIT, survey, found.source, password)
+            looked = await self.workers.run_again(10 * RENDER_LIMIT, survey, found.source, password)
         except (TimeoutError, Crashed) as e:
             raise DocumentError(
                 f"cannot be opened: {'it takes too long' if isinstance(e, TimeoutError) else e}"
             ) from None
-        except (DocumentError, asyncio.CancelledError):
+        except (DocumentError, BadUsage):
             raise
         except Exception as e:  # whatever a file can make PDFium or Pillow raise
             raise DocumentError(f"cannot be opened: {type(e).__name__}: {reason(e)}") from None
         notes = looked.notes
-        numbers = tuple(range(1, looked.pages + 1))
+        numbers: Sequence[int] = range(1, looked.pages + 1)
         if self.ranges and looked.kind == "pdf":
             numbers = choose_pages(self.ranges, looked.pages)
         document = Document(
@@ -3577,8 +4231,25 @@ class Run:
             pass
         return document
 
+    async def pages_done(self, document: Document) -> tuple[dict[int, PageResult], bool]:
+        """What an earlier run left of a document. Raises DocumentError or OutputError."""
+        try:
+            return await self.workers.run_again(None, pages_done, document, self.wanted, self.settings.retry_suspect)
+        except OSError as e:
+            raise OutputError(f"{show(document.folder)}: cannot be written: {reason(e)}") from None
+        except Crashed as e:
+            raise DocumentError(f"what an earlier run left in {show(document.folder)} cannot be read: {e}") from None
+
     async def put_together(self, document: Document) -> None:
-        await self.workers.run(None, assemble, document, self.wanted)
+        """Writes the document of its pages; one that cannot be put together does not stop the others."""
+        try:
+            await self.workers.run_again(None, assemble, document, self.wanted)
+        except OutputError:
+            raise
+        except Exception as e:
+            result = self.by_folder[document.folder][1]
+            result.error = f"its pages are read, but cannot be put together: {type(e).__name__}: {reason(e)}"
+            self.complain(document.source, result.error)
 
     # -- pages
 
@@ -3593,11 +4264,16 @@ class Run:
                 attempts = await asyncio.to_thread(load_attempts, document, number, key)
             while True:
                 await slot.take()
-                picture = await self.draw(document, number)
+                drawn = await self.draw(document, number)
+                png, picture = [drawn.png], dataclasses.replace(drawn, png=b"")
+                del drawn  # nothing but `png` holds the image now
                 if attempts and settled(attempts, self.settings.retries):
                     break
-                attempts.append(await self.ask(document, number, picture, len(attempts), slot))
-                if settled(attempts, self.settings.retries) or context_too_small(attempts[-1], self.settings):
+                attempt = await self.ask(document, number, png, len(attempts), slot)
+                if short := context_too_small(attempt, self.settings):
+                    raise NoServer(short)  # the page is not done: a server with more room reads it
+                attempts.append(attempt)
+                if settled(attempts, self.settings.retries):
                     break
                 await asyncio.to_thread(save_attempts, document, number, key, attempts)
         except (PageError, Refused) as e:
@@ -3606,16 +4282,13 @@ class Run:
             slot.give_back()
         if error is not None and attempts:
             error = None if picture else error  # an earlier attempt's reply stands
-        known = dataclasses.replace(picture, png=b"") if picture else None
         hashed = reply_hash(attempts[best_attempt(attempts)].text) if attempts and not error else None
-        twin = known is not None and self.has_twin((document.folder, number), hashed, known.fingerprint)
-        job = PageJob(document, number, self.wanted, known, tuple(attempts), error, hashed, twin)
+        twin = picture is not None and self.has_twin((document.folder, number), hashed, picture.fingerprint)
+        job = PageJob(document, number, self.wanted, picture, tuple(attempts), error, hashed, twin)
         task = asyncio.ensure_future(self.finish(job))
         self.finishing.add(task)
         task.add_done_callback(self.finishing.discard)
         await asyncio.shield(task)
-        if attempts and (short := context_too_small(attempts[-1], self.settings)):
-            raise NoServer(short)
 
     async def draw(self, document: Document, number: int) -> Picture:
         """A page's picture from a worker; tried again when the worker hung or died, the last time without forms.
@@ -3640,32 +4313,30 @@ class Run:
                 return picture
         raise PageError(why)
 
-    async def ask(self, document: Document, number: int, picture: Picture, attempt: int, slot: Slot) -> Attempt:
+    async def ask(self, document: Document, number: int, png: list[bytes], attempt: int, slot: Slot) -> Attempt:
         """One attempt's reply, however often the transport fails. Raises PageError, Refused or NoServer.
 
         The image is gone once it is sent, so that pages in flight weigh nothing; a fault draws it again.
         """
         sampled = sampling(attempt)
-        png, faults, replies, free = [picture.png], 0, self.gate.replies, True
+        trouble = Trouble(self.gate.replies)
         while True:
             try:
-                async with self.pace.slot() as answered, self.gate.passing():
+                async with self.pace.slot() as answered, self.gate.passing(trouble.free):
                     self.show_totals()
                     answer = await self.engine.ask(png, sampled, slot.give_back)
                     answered(answer)
                 break
             except Fault as fault:
                 slot.give_back()
-                if fault.stale and free:
-                    free = False
+                if fault.stale and trouble.free:
+                    trouble.free = False
                 else:
-                    faults = await self.weigh(fault, faults, replies)
-                    replies = self.gate.replies
-                    await asyncio.sleep(
-                        max(min(fault.retry_after or 0.0, 600.0), backoff(faults) if self.gate.open.is_set() else 0.0)
-                    )
+                    await self.weigh(fault, trouble)
+                    pause = backoff(trouble.tries - 1) if self.gate.open.is_set() else 0.0  # else the gate makes one
+                    await asyncio.sleep(max(min(fault.retry_after or 0.0, 600.0), pause))
             await slot.take()
-            png = [(await self.draw(document, number)).png]
+            png[:] = [(await self.draw(document, number)).png]
         return Attempt(
             sampled.seed,
             sampled.temperature,
@@ -3678,26 +4349,45 @@ class Run:
             repeats(answer.text),
         )
 
-    async def weigh(self, fault: Fault, faults: int, replies: int) -> int:
-        """How many faults are the page's own so far: those while the server answers others. Raises PageError."""
-        others = self.gate.replies > replies
-        if not others and fault.status and fault.status >= 500 and self.gate.in_row >= 3:
-            others = await self.engine.alive()
-        faults += others
-        if faults >= PAGE_FAULTS:
-            raise PageError(f"the server failed on this page {faults} times while it answered others: {fault}")
-        return faults
+    async def weigh(self, fault: Fault, trouble: Trouble) -> None:
+        """Counts the faults that are a page's own: those while the server answers others. Raises PageError."""
+        trouble.tries += 1
+        others = self.gate.replies > trouble.replies
+        if others and time.monotonic() - trouble.since > max(self.settings.patience, 1.0):
+            raise PageError(f"no reply for {self.settings.patience:.0f} s while the server answered others: {fault}")
+        if not others and fault.own and (trouble.own or self.gate.in_row >= 3):
+            others = await self.answers_another()
+        trouble.own += others and fault.own
+        trouble.replies = self.gate.replies
+        if trouble.own >= PAGE_FAULTS:
+            raise PageError(f"the server failed on this page {trouble.own} times while it answered others: {fault}")
+
+    async def answers_another(self) -> bool:
+        """Whether the server answers a tiny page just now; one page at a time asks."""
+        if self.probing:
+            return False
+        self.probing = True
+        try:
+            alive = await self.engine.alive()
+        finally:
+            self.probing = False
+        if alive:
+            self.gate.replies += 1
+            self.gate.answered()
+        return alive
 
     async def finish(self, job: PageJob) -> None:
         """A page's files; when the reply cannot be read in a worker the page fails, its replies kept beside it."""
         try:
-            page = await self.workers.run(READ_LIMIT, finish_page, job)
+            page = await self.workers.run_again(READ_LIMIT, finish_page, job)
         except OutputError:
             raise
         except Exception as e:  # a hung or dead worker, or a reply that the reader trips over
             why = "it takes too long" if isinstance(e, TimeoutError) else f"{type(e).__name__}: {reason(e)}"
             failed = dataclasses.replace(job, error=f"the reply cannot be read: {why}")
-            page = await self.workers.run(READ_LIMIT, finish_page, failed)
+            page = await asyncio.to_thread(finish_page, failed)  # writes a few lines, and reads nothing
+            key = job.wanted.key(job.document.sha256, job.number)
+            await asyncio.to_thread(save_attempts, job.document, job.number, key, job.attempts)
         document, result = self.by_folder[job.document.folder]
         self.counts["tokens"] += page.tokens
         self.count(page, result)
@@ -3780,7 +4470,7 @@ class Run:
             "inputs": [show(Path(str(item))) for item in self.inputs],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
             "seconds": round(time.time() - self.started, 2),
-            "finished": bool(self.result.summary) or not self.searching,
+            "finished": self.finished,
             "stopped": self.result.stopped,
             "pages": {status: self.counts[status] for status in (OK, SUSPECT, FAILED)}
             | {"cached": self.counts["cached"]},
@@ -3810,7 +4500,6 @@ PACKAGES = (
     "isal",
     "lxml",
     "nh3",
-    "pebble",
     "pillow",
     "pillow-heif",
     "pypdfium2",
@@ -3875,13 +4564,32 @@ def check_settings(settings: Settings) -> None:
 def context_too_small(attempt: Attempt, settings: Settings) -> str | None:
     """What to say when a reply was cut before max_tokens: the server has no room for it, nor for the next."""
     tokens = attempt.completion_tokens
-    if attempt.finish_reason != "length" or tokens is None or tokens >= settings.max_tokens:
+    # A few tokens less are another way to count, not a smaller context.
+    if attempt.finish_reason != "length" or tokens is None or tokens >= settings.max_tokens - 8:
         return None
     return (
-        f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. Start vLLM "
-        f"with --max-model-len {settings.max_tokens + PROMPT_TOKENS + 4} or more (llama.cpp: that much for each slot), "
-        f"or run with --max-tokens {max(1, tokens)}"
+        f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. "
+        f"{more_context(settings)}, or run with --max-tokens {max(1, tokens)}"
     )
+
+
+def more_context(settings: Settings) -> str:
+    needed = settings.max_tokens + PROMPT_TOKENS + 4
+    return f"Start vLLM with --max-model-len {needed} or more (llama.cpp: that much for each slot)"
+
+
+def check_context(model: Model, settings: Settings) -> str | None:
+    """What to say of a context in which not every reply fits. Raises NoServer for one in which none does."""
+    length = model.max_model_len
+    if not length or length >= settings.max_tokens + PROMPT_TOKENS:
+        return None
+    said = f"the server's context is {length} tokens"
+    if length <= settings.max_tokens:
+        raise NoServer(
+            f"{said}, less than the {settings.max_tokens} that a reply may have. {more_context(settings)}, or run with "
+            f"--max-tokens {max(1, length - PROMPT_TOKENS)}"
+        )
+    return f"{said}: too small for the largest pages with their longest replies. {more_context(settings)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- Command
@@ -4053,6 +4761,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     args = arguments().parse_args(argv)
+    heed_termination()
     progress: Progress | None = None
     try:
         settings = settings_of(args)
@@ -4068,12 +4777,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ocr.py: {e}", file=sys.stderr)
         return EXIT_USAGE
     except NoServer as e:
-        print(f"ocr.py: {e}\n{START_SERVER}", file=sys.stderr)
+        print(f"ocr.py: {e}" + (f"\n{START_SERVER}" if e.starting else ""), file=sys.stderr)
         return EXIT_NO_SERVER
     except KeyboardInterrupt:
         done = f"; {progress.totals.done} pages are done" if progress else ""
         print(f"\nocr.py: interrupted{done}. Run the same command again to go on where it stopped.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as e:
+        if args.verbose:
+            raise
+        print(
+            f"ocr.py: a bug, please report it: {type(e).__name__}: {reason(e)} (--verbose says where). What is done is "
+            "kept.",
+            file=sys.stderr,
+        )
+        return EXIT_INCOMPLETE
     finally:
         if progress:
             progress.close()
@@ -4086,8 +4804,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result.exit_code
 
 
+def heed_termination() -> None:
+    """Ends the run as Ctrl-C does when it is told to end otherwise: `docker stop`, `kill`, a closed terminal."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 async def check(settings: Settings) -> int:
     """`--check`: says what the server is and whether it can do the job."""
+    if settings.engine == "cpu":
+        async with CpuEngine(settings) as engine:
+            await engine.connect()
+            print(f"RapidOCR {engine.version}: {engine.limits}")
+        return EXIT_OK
     async with Server(settings) as server:
         await server.connect()
         model = server.model

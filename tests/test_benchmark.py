@@ -469,7 +469,7 @@ def test_omni_counts_a_failed_page_as_0(tmp_path: Path, capsys: pytest.CaptureFi
     )  # the others' mean x the share of pages that have a reply
     assert record["score"]["coverage"] == pytest.approx(6 / 7)
     assert "tables" not in record["score"]["parts"]  # all table tests are on the failed page
-    assert "1 failed pages count 0" in capsys.readouterr().out
+    assert "failed pages, which count 0: 1" in capsys.readouterr().out
 
 
 @pytest.mark.scorer
@@ -584,6 +584,15 @@ def test_a_scorer_that_fails_is_an_error(
     assert run("olmocr", *words, "--scorer-python", python) == 1
     assert error in capsys.readouterr().err
     assert "score" not in read(tmp_path / "run/run.json")
+
+
+@pytest.mark.scorer
+def test_the_scorers_own_failed_is_an_error(tmp_path: Path, perfect: Standin) -> None:
+    words = ["olmocr", "--data", OLMOCR, "--out", tmp_path, "--url", perfect.url, "--limit", 2]
+    assert run(*words) == 0
+    next((tmp_path / "bench").rglob("*.md")).unlink()
+    with pytest.raises(benchmark.ScorerError, match=r"says FAILED:\n  Candidate 'chandra' is missing MD repeats"):
+        benchmark.score_olmocr(benchmark.Run(tmp_path, {}), scorer_python("olmocr"))
 
 
 def test_a_scorers_summary_is_read_with_its_parts() -> None:
