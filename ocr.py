@@ -7,8 +7,10 @@ The file reads in the order a page travels:
     Inputs       files, folders and lists -> documents, each with a place of its own in the output folder
     Pages        a PDF page or an image -> the pixels Chandra was trained on -> PNG   (worker processes)
     Asking       one request, its answer, the retry schedule, faults, how many requests at once
+    Checking     two pages of known text: whether the server reads at all
     Reading      a raw reply -> blocks -> markdown and clean HTML
     Writing      page files, resuming, the document put together                      (worker processes)
+    Searchable   a copy of a document with its text under the pages                   (worker processes)
     CPU engine   RapidOCR behind the same interface as the server
     The run      one asyncio pipeline over the pages of all documents
     Command      arguments, progress, summary, exit codes
@@ -29,7 +31,7 @@ import email.utils
 import errno
 import functools
 import hashlib
-import html
+import html.entities
 import importlib.metadata
 import itertools
 import json
@@ -86,7 +88,8 @@ RETRIES = 6  # after the greedy attempt
 RENDER_LIMIT = 60.0  # s for one page
 FORMS_LIMIT = 10.0  # s for PDFium to start a document's forms; some never do
 READ_LIMIT = 60.0  # s to read a reply and write its page
-WORKER_MEMORY = 6 << 30  # bytes of address space of one worker (Linux)
+WORKER_MEMORY = 4 << 30  # bytes of address space of one worker (Linux)
+REOPEN_AFTER = 50  # pages; PDFium keeps all it has read of a document until that is closed
 WORKER_TASKS = 1000  # then a fresh process takes its place, so that leaks do not add up
 MOST_IN_FLIGHT = 1024
 PAGE_FAULTS = 6  # faults of one page while the server answers others
@@ -116,11 +119,13 @@ class Settings:
     headers_footers: bool = False
     images: bool = True
     math: str = "dollars"  # or "brackets"
+    searchable_pdf: bool = False  # a copy of each document with invisible text
     overwrite: bool = False
     retry_suspect: bool = False
     patience: float = 1800.0  # with a server that stopped answering
     timeout: float = 1800.0  # for one reply: nothing is sent before it is whole
     wait: float = 0.0  # for a server that is still starting
+    check: bool = True  # two test pages beside the first ones; nothing is written until they are read
 
 
 class BadUsage(Exception):
@@ -463,7 +468,7 @@ def short_name(name: str, limit: int = 150) -> str:
 
 
 # Names that a document's own folder holds: a document nested in it must not take them.
-RESERVED = re.compile(r"(pages|images|view|.*\.(md|html|json|part))", re.IGNORECASE)
+RESERVED = re.compile(r"(pages|images|view|.*\.(md|html|json|part|searchable\.pdf))", re.IGNORECASE)
 DEEPEST = 600  # bytes of the folders above a document; more are put into one name, for a path has a limit
 
 
@@ -497,7 +502,7 @@ class Places:
         self.out = out
         self.taken: set[str] = set()  # as a file system compares names that is blind to case and Unicode form
         self.sources: set[str] = set()
-        self.earlier: dict[Path, dict[str, str]] = {}  # of a folder: the names there before this run, by folded name
+        self.earlier: dict[Path, dict[str, set[str]]] = {}
 
     def claim(self, found: Found) -> Path | None:
         """The document's folder; None when the same file was given before. Writes nothing."""
@@ -505,8 +510,11 @@ class Places:
         if source in self.sources:
             return None
         self.sources.add(source)
-        for place in places(found):
-            if folded(place) not in self.taken and self.is_free(place, source):
+        likely = list(itertools.islice(places(found), 18))
+        # First where an earlier run put it, whatever was given beside it then.
+        before = (place for place in likely if self.owner(place) == source)
+        for place in itertools.chain(before, (place for place in places(found) if self.is_free(place))):
+            if folded(place) not in self.taken:
                 self.taken.add(folded(place))
                 return self.out / place
         raise AssertionError("places() never ends")
@@ -518,30 +526,33 @@ class Places:
             path = os.path.relpath(path, os.path.realpath(self.out))
         return path.replace(os.sep, "/").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
-    def is_free(self, place: str, source: str) -> bool:
-        """Whether nothing lies at `place` in the output but what earlier runs made of this very source."""
-        folder = self.out / place
-        if owner := read_json(folder / "source.json").get("source"):
-            return bool(owner == source)
+    def owner(self, place: str) -> str | None:
+        """The source of the document that an earlier run put at `place`."""
+        return read_json(self.out / place / "source.json").get("source")
+
+    def is_free(self, place: str) -> bool:
+        """Whether a new document may go to `place`: no other lies there, nor anything of a person's own."""
         folder = self.out
         for part in place.split("/"):
-            names = self.names_in(folder)
-            if names.get(folded(part), part) != part and not os.path.lexists(folder / part):
-                return False  # "Report" beside "report": one folder once they are copied to a Mac
+            twins = self.names_in(folder).get(folded(part), set()) - {part}
             folder = folder / part
+            # "Report" beside "report" is one folder once they are copied to a Mac.
+            if twins and (folder == self.out / place or not os.path.lexists(folder)):
+                return False
             if os.path.lexists(folder) and not os.path.isdir(folder):
                 return False
-        # Without a source.json no run made it: a folder above other documents, or a person's own files.
+        # Without these it is a folder above other documents, if it is there at all.
         name = short_name(folder.name)
-        ours = (name + ".md", name + ".html", name + ".json", "pages", "images", "source.json")
-        return not any(os.path.lexists(folder / file) for file in ours)
+        files = (name + ".md", name + ".html", name + ".json", "pages", "images", "source.json")
+        return not any(os.path.lexists(folder / file) for file in files)
 
-    def names_in(self, folder: Path) -> dict[str, str]:
+    def names_in(self, folder: Path) -> dict[str, set[str]]:
+        """The names in a folder of the output before this run, by what a blind file system sees."""
         if folder not in self.earlier:
-            try:
-                self.earlier[folder] = {folded(name): name for name in os.listdir(folder)}
-            except OSError:
-                self.earlier[folder] = {}
+            self.earlier[folder] = {}
+            with contextlib.suppress(OSError):
+                for name in os.listdir(folder):
+                    self.earlier[folder].setdefault(folded(name), set()).add(name)
         return self.earlier[folder]
 
 
@@ -805,24 +816,34 @@ def check_image_size(size: tuple[int, int]) -> None:
 
 # A worker keeps its last documents open: their pages come in turn, and fonts and tables are read once.
 OPEN_PDFS: collections.OrderedDict[tuple[Any, ...], pdfium.PdfDocument] = collections.OrderedDict()
+OPENED_FOR: collections.Counter[tuple[Any, ...]] = collections.Counter()  # pages asked of each open document
 
 
 def opened_pdf(document: Document) -> pdfium.PdfDocument:
     key = (document.source, document.stamp, document.password, document.forms)
+    if OPENED_FOR[key] >= REOPEN_AFTER or (key not in OPEN_PDFS and len(OPEN_PDFS) >= 2):
+        close_pdf(key if key in OPEN_PDFS else next(iter(OPEN_PDFS)))
     if key not in OPEN_PDFS:
-        while len(OPEN_PDFS) >= 2:
-            OPEN_PDFS.popitem(last=False)[1].close()
         pdf = open_pdf(document.source, document.password)
         if document.forms:
             pdf.init_forms()
         OPEN_PDFS[key] = pdf
+    OPENED_FOR[key] += 1
     OPEN_PDFS.move_to_end(key)
     return OPEN_PDFS[key]
 
 
+def close_pdf(key: tuple[Any, ...]) -> None:
+    OPEN_PDFS.pop(key).close()
+    del OPENED_FOR[key]
+
+
 def start_forms(document: Document) -> None:
-    """Opens a PDF with its forms, in a worker that is ended when PDFium never comes back from it."""
-    opened_pdf(document)
+    """Opens a PDF with its forms, in a worker that is ended when PDFium never comes back from it.
+
+    PDFium sorts the form's fields when the first page is loaded: that is where some documents hold it for ever.
+    """
+    opened_pdf(document)[document.numbers[0] - 1].close()
 
 
 class Loaded(NamedTuple):
@@ -884,7 +905,7 @@ def draw_page(pdf: pdfium.PdfDocument, index: int, dpi: int) -> Loaded:
 
 def drawing_scale(width: float, height: float, dpi: int) -> tuple[float, tuple[str, ...]]:
     """Pixels a point for a page of this size in points, and a note when that is less than asked. Raises PageError."""
-    if not (width > 0 and height > 0 and math.isfinite(width * height)):
+    if not (width > 0 and height > 0 and 0 < width * height < math.inf):
         raise PageError("the page has no area: its boxes do not overlap or are empty")
     check_aspect(width, height)
     scale = max(MIN_PDF_SIDE / min(width, height) * 72, dpi) / 72
@@ -965,17 +986,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Any of Pillow's modes as RGB: what is transparent on white, deep greys by the range they use."""
     image_module = pillow()
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        if image.mode not in ("I", "F", "I;16"):
+            image = image.convert("I")  # big-endian, of which Pillow can do little else
         low, high = (float(value) for value in image.getextrema())  # type: ignore[arg-type]
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("the image holds infinite values")
         scale = 255 / (high - low) if high > low else 0.0
         flat = 0 if high > low else 255  # one grey all over is paper
-        if image.mode == "I;16B":
-            image = image.convert("I")
         deep = image.convert("F") if image.mode != "F" else image
         return deep.point(lambda v: v * scale + (flat - low * scale)).convert("L").convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
-        straight = image.convert("RGBA")
+        straight = image if image.mode == "RGBA" else image.convert("RGBA")
         paper = image_module.new("RGBA", straight.size, "white")
         return image_module.alpha_composite(paper, straight).convert("RGB")
     return image.convert("RGB")
@@ -1334,8 +1355,10 @@ class Server:
         self.settings = settings
         self.url = settings.url.rstrip("/")
         self.model = Model("", None, None)
+        self.others: tuple[str, ...] = ()  # names that it lists beside the model's
         self.version: str | None = None
         self.session: aiohttp.ClientSession | None = None
+        self.fresh: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Server:
         import aiohttp
@@ -1343,28 +1366,34 @@ class Server:
         headers = {"authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(note_kept)
+
+        def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+            timeout = aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=CONNECT_LIMIT)
+            # Not trust_env: it reads ~/.netrc for each request, and an entry there would replace the API key.
+            proxy = environment_proxy(self.url)
+            return aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=headers, proxy=proxy, trace_configs=[trace]
+            )
+
         # One session for all: aiohttp's pool costs the same at 1,024 connections as at 1 (httpx's does not: 26 ms of
         # CPU a request at 640). vLLM closes idle connections after 5 s, so they are not kept that long here.
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
-            timeout=aiohttp.ClientTimeout(total=self.settings.timeout, sock_connect=CONNECT_LIMIT),
-            headers=headers,
-            trust_env=True,
-            trace_configs=[trace],
-        )
+        self.session = session(aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0))
+        # Each request on a connection of its own: after a kept one was found closed, and for what is no page.
+        self.fresh = session(aiohttp.TCPConnector(limit=0, force_close=True))
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self.session:
-            await self.session.close()
+        for session in (self.session, self.fresh):
+            if session:
+                await session.close()
 
     async def get(self, url: str, timeout: float = 10.0) -> tuple[int, str]:
         """Status and body of a GET. Raises OSError or TimeoutError."""
         import aiohttp
 
-        assert self.session
+        assert self.fresh
         try:
-            async with self.session.get(url, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
+            async with self.fresh.get(url, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
                 return response.status, (await read_body(response)).decode("utf-8", "replace")
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:.0f} s") from None
@@ -1385,9 +1414,20 @@ class Server:
                 if say:
                     say("info", f"{e}; waiting for it, {left:.0f} s at most")
                     say = None
-                await asyncio.sleep(min(2.0, left))
+                await asyncio.sleep(min(2 * BACKOFF, left))
         with contextlib.suppress(OSError, TimeoutError, ValueError, AttributeError):
             self.version = json.loads((await self.get(self.root + "/version"))[1]).get("version")
+        if self.version is None:
+            await self.ask_llama()
+
+    async def ask_llama(self) -> None:
+        """llama.cpp's version, and the context of one of its slots where its list of models does not tell it."""
+        with contextlib.suppress(OSError, TimeoutError, ValueError, AttributeError):
+            props = json.loads((await self.get(self.root + "/props"))[1])
+            self.version = props.get("build_info")
+            length = (props.get("default_generation_settings") or {}).get("n_ctx")
+            if isinstance(length, int) and self.model.max_model_len is None:
+                self.model = self.model._replace(max_model_len=length)
 
     @property
     def root(self) -> str:
@@ -1398,6 +1438,11 @@ class Server:
         status, body, at = 0, "", bare_url(self.url)
         try:
             status, body = await self.get(self.url + "/models", timeout)
+            for _ in range(3):
+                if status < 500:
+                    break
+                await asyncio.sleep(BACKOFF / 5)  # a router asks another of its hosts the next time
+                status, body = await self.get(self.url + "/models", timeout)
             if status == 404 and not self.url.endswith("/v1"):
                 with_v1, answer = self.url + "/v1", await self.get(self.url + "/v1/models", timeout)
                 if answer[0] != 404:
@@ -1411,7 +1456,9 @@ class Server:
         except (ValueError, LookupError, TypeError, AttributeError):
             words = f"{at}/models answered HTTP {status}, not a list of models: {self.bare_words(body)}"
             raise NoServer(words, starting=True) from None
-        return pick_model(models, self.settings.model, at)
+        picked = pick_model(models, self.settings.model, at)
+        self.others = tuple(model.name for model in models if model.name != picked.name)
+        return picked
 
     async def check_model(self) -> None:
         """After a time without answers: the server must be back with the same model. Raises NoServer, or Fault."""
@@ -1433,15 +1480,24 @@ class Server:
         key = self.settings.api_key
         return error_words(body.replace(key, "(key)") if key else body)
 
-    async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None]) -> Answer:
+    async def ask(
+        self,
+        png: list[bytes],
+        sampled: Sampling,
+        sent: Callable[[], None],
+        fresh: bool = False,
+        max_tokens: int | None = None,
+    ) -> Answer:
         """One request. `png` (one base64 string) is emptied once it is sent, then `sent` is called.
 
-        Raises Fault, Refused or NoServer.
+        `fresh`: on a connection of its own; `max_tokens`: instead of the settings'. Raises Fault, Refused or NoServer.
         """
         import aiohttp
 
-        assert self.session
-        frame = request_frame(self.model.name, self.settings.max_tokens, sampled, self.settings.loop_stop)
+        session = self.fresh if fresh else self.session
+        assert session
+        limit = max_tokens or self.settings.max_tokens
+        frame = request_frame(self.model.name, limit, sampled, self.settings.loop_stop)
         size = len(frame[0]) + len(png[0]) + len(frame[1])
 
         async def body() -> AsyncIterator[bytes]:
@@ -1456,7 +1512,7 @@ class Server:
         started = time.monotonic()
         known = {"kept": False, "answered": False}
         try:
-            async with self.session.post(
+            async with session.post(
                 self.url + "/chat/completions",
                 data=body(),
                 headers={"content-type": "application/json", "content-length": str(size)},
@@ -1495,9 +1551,9 @@ class Server:
             head, tail = request_frame(self.model.name, 1, sampling(0), False)
             import aiohttp
 
-            assert self.session
+            assert self.fresh
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with self.session.post(
+                async with self.fresh.post(
                     self.url + "/chat/completions",
                     data=head + png + tail,
                     headers={"content-type": "application/json"},
@@ -1506,6 +1562,18 @@ class Server:
                     await response.read()
                     return response.status == 200
         return False
+
+
+def environment_proxy(url: str) -> str | None:
+    """The proxy that the environment names for a server (HTTP_PROXY and its like), never for this machine."""
+    import urllib.parse
+    import urllib.request
+
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    if host in ("localhost", "::1") or host.startswith("127.") or urllib.request.proxy_bypass(host):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
 
 
 async def note_kept(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
@@ -1526,8 +1594,12 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def listed_models(data: Any) -> Iterator[Model]:
-    """The models in what /v1/models answers; the context length is vLLM's or llama.cpp's."""
-    for entry in data["data"]:
+    """The models in what /v1/models answers; the context length is vLLM's or llama.cpp's.
+
+    mlx_vlm.server lists all models on its disk and says which is loaded: to ask for another one would unload that.
+    """
+    entries = data["data"]
+    for entry in [entry for entry in entries if entry.get("loaded")] or entries:
         length = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
         root = entry.get("root")
         yield Model(str(entry["id"]), str(root) if root else None, length if isinstance(length, int) else None)
@@ -1799,6 +1871,273 @@ def read_metrics(text: str) -> dict[str, float]:
     return totals
 
 
+# ----------------------------------------------------------------------------------------------- Checking the server
+
+CANARY_TOKENS = 256  # a reply to a test page ends well below
+CANARY_LIMIT = 600.0  # s for such a reply
+CANARY_LINES = (
+    ("Harbour ledger 4719", "Seven copper lanterns crossed", "the frozen river at dawn"),
+    ("Orchard survey 8352", "Twelve amber marbles rolled", "behind the walnut door"),
+)
+CANARY_SIZES = ((896, 448), (672, 896))  # px: whole cells of Chandra's grid and of the server's
+CANARY_TOPS = (60, 480)  # px: they differ in shape and in where their text is, too
+LARGE_PAGE = 3  # the second one's scale in a thorough check: a page near the largest that is sent
+CELL = 32  # px a side of what one image token shows
+OLDEST_VLLM = (0, 19, 1)  # the first that runs the W4A4 checkpoints right
+SLOW_PAGE = 60.0  # s
+
+GOOD, NOTE, DOUBT, FAULT = "ok", "note", "doubt", "FAULT"
+
+
+class Finding(NamedTuple):
+    """A line of the check. DOUBT: `--check` fails, a run says it and goes on. FAULT: a run ends before it writes."""
+
+    grade: str
+    said: str  # what was found, why it matters, and what to do
+
+
+class Canary(NamedTuple):
+    """A test page: base64 of its PNG, its size, and the words on it."""
+
+    png: bytes
+    size: tuple[int, int]
+    words: frozenset[str]
+
+    def share_in(self, text: str) -> float:
+        """How many of its words are in a reply, from 0 to 1."""
+        return len(self.words & words_of(text)) / len(self.words)
+
+
+def words_of(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w{4,}", html.unescape(TAGS.sub(" ", text)).casefold()))
+
+
+def draw_canaries(thorough: bool = False) -> list[Canary]:
+    """Two pages of known, different text, the same in every run."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    canaries = []
+    for lines, size, y, scale in zip(CANARY_LINES, CANARY_SIZES, CANARY_TOPS, (1, LARGE_PAGE), strict=True):
+        scale = scale if thorough else 1
+        image = Image.new("RGB", (size[0] * scale, size[1] * scale), "white")
+        for line, height in zip(lines, (64, 44, 44), strict=True):
+            font = ImageFont.load_default(size=height * scale)
+            ImageDraw.Draw(image).text((48 * scale, y * scale), line, fill="black", font=font)
+            y += height * 8 // 5
+        canaries.append(Canary(base64.b64encode(encode_png(image)), image.size, words_of(" ".join(lines))))
+    return canaries
+
+
+async def ask_canary(server: Server, canary: Canary, tries: int) -> Answer | Finding:
+    """The reply to a test page, or why there is none. Raises NoServer."""
+    limit = min(CANARY_TOKENS, server.settings.max_tokens)
+    why = ""
+    for attempt in range(tries):
+        if attempt:
+            await asyncio.sleep(backoff(attempt - 1))
+        try:
+            asked = server.ask([canary.png], sampling(0), lambda: None, fresh=attempt > 0, max_tokens=limit)
+            return await asyncio.wait_for(asked, CANARY_LIMIT)
+        except TimeoutError:
+            why = f"nothing within {CANARY_LIMIT:.0f} s"
+        except Refused as e:
+            return Finding(DOUBT, f"a test page has no reply: {e}. Your pages will have none: see the server's log")
+        except Fault as e:
+            why = str(e)
+    return Finding(DOUBT, f"a test page has no reply: {why}. Its engine may be dead while its port answers: see its log")
+
+
+def judge_canaries(canaries: Sequence[Canary], answers: Sequence[Answer]) -> Iterator[Finding]:
+    """What the replies to two pages of known text say of the server."""
+    texts = [answer.text for answer in answers]
+    shares = [canary.share_in(text) for canary, text in zip(canaries, texts, strict=True)]
+    swapped = [canary.share_in(text) for canary, text in zip(canaries, reversed(texts), strict=True)]
+    if max(shares) < 0.5 and all(says_nothing(text) or repeats(text) for text in texts):
+        yield Finding(
+            FAULT,
+            f"two test pages were read as {quoted(texts)}: the model computes garbage (an FP4 kernel that does not fit "
+            "the GPU, a damaged checkpoint), and would for every page. Serve the bf16 checkpoint, or another vLLM",
+        )
+    elif max(shares) < 0.5 and texts[0].strip() == texts[1].strip():
+        yield Finding(
+            FAULT,
+            f"two test pages with different text got the same reply, with the words of neither: {quoted(texts)}. The "
+            "image does not reach the model (a text-only mode, a wrong chat template), so every page would read like "
+            "this. Start the server as the README says",
+        )
+    elif max(swapped) >= 0.75 and min(shares) < 0.5:
+        yield Finding(
+            FAULT,
+            "a test page got the text of the other one: the server mixes images or replies up (a stale image cache, a "
+            "caching proxy), and would with your pages. Restart it without that cache",
+        )
+    else:
+        for canary, answer, share in zip(canaries, answers, shares, strict=True):
+            yield judge_words(canary, answer, share)
+
+
+def judge_words(canary: Canary, answer: Answer, share: float) -> Finding:
+    """Whether a reply holds the words of its page, and ends."""
+    if share < 0.75:
+        missing = clip(", ".join(sorted(canary.words - words_of(answer.text))), 60)
+        return Finding(
+            DOUBT,
+            f"a test page is misread: {share:.0%} of its words are there, not {missing}; the reply: "
+            f"{quoted([answer.text])}. Your pages may be misread too: is this the model that you meant?",
+        )
+    if answer.finish_reason != "stop":
+        return Finding(
+            DOUBT,
+            f"the reply to a test page does not end (finish_reason {answer.finish_reason}), and others may not. Serve "
+            "the checkpoint with its own chat template and generation_config.json",
+        )
+    return Finding(GOOD, f"a test page of {canary.size[0]} x {canary.size[1]} px is read: {share:.0%} of its words")
+
+
+def quoted(texts: Sequence[str]) -> str:
+    return " and ".join(dict.fromkeys(repr(clip(TAGS.sub(" ", text), 60)) for text in texts))
+
+
+def judge_sight(canaries: Sequence[Canary], answers: Sequence[Answer]) -> Finding:
+    """Whether the server scales large images down: their prompt then has fewer tokens than their size needs."""
+    (small, large), (few, many) = canaries, (answer.prompt_tokens for answer in answers)
+    if few is None or many is None:
+        return Finding(NOTE, "the server does not count tokens (no usage): whether it scales images down is unknown")
+    if many - few >= 0.9 * (image_tokens(large.size) - image_tokens(small.size)):
+        return Finding(GOOD, f"images are seen in full: {many} prompt tokens for a page of {image_tokens(large.size)}")
+    return Finding(DOUBT, scales_down(many, image_tokens(large.size)))
+
+
+def image_tokens(size: tuple[int, int]) -> int:
+    return size[0] * size[1] // CELL**2
+
+
+def scales_down(tokens: int, needed: int) -> str:
+    return (
+        f"{tokens} prompt tokens for an image that needs {needed}: the server scales images down, and small print is "
+        "lost. vLLM: --mm-processor-kwargs '{\"max_pixels\": 6291456}'; llama.cpp: --image-max-tokens 16384"
+    )
+
+
+def judge_drafts(before: dict[str, float], after: dict[str, float], root: str | None) -> Finding | None:
+    """Whether speculative decoding earns its keep, by the server's counters. None: it has no such counters."""
+    names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
+    if names[0] not in after:
+        if "generation_tokens_total" not in after or "mtp" not in (root or "").lower():
+            return None
+        return Finding(
+            NOTE,
+            "the checkpoint brings an MTP head that the server does not use: replies take up to twice as long. Start "
+            'vLLM with --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
+        )
+    drafts, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    if drafts < 8:
+        return Finding(NOTE, f"MTP: {drafts:.0f} drafts over the test pages, too few to judge it")
+    if accepted / drafts >= 0.05:
+        return Finding(GOOD, f"MTP: {1 + accepted / drafts:.2f} tokens a step")
+    return Finding(
+        DOUBT,
+        f"MTP: {accepted:.0f} tokens accepted of {drafts:.0f} drafts: its weights are missing or another model's, and "
+        "replies are slower than without. Serve ragarwal/chandra-ocr-2-nvfp4-mtp, or leave --speculative-config out",
+    )
+
+
+def judge_version(version: str | None) -> Finding | None:
+    """Whether vLLM is too old; other servers tell other versions, or none."""
+    match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)\b.*", version or "")
+    if not match or tuple(map(int, match.groups())) >= OLDEST_VLLM:
+        return None
+    oldest = ".".join(map(str, OLDEST_VLLM))
+    said = f"vLLM {version} is older than {oldest}: NVFP4 checkpoints of this model may read wrong. Run 0.33.0"
+    return Finding(NOTE, said)
+
+
+def judge_context(model: Model, settings: Settings) -> Finding:
+    """Whether the largest page and the longest reply fit."""
+    needed = settings.max_tokens + PROMPT_TOKENS
+    try:
+        warning = check_context(model, settings)
+    except NoServer as e:
+        return Finding(FAULT, str(e))
+    if warning:
+        return Finding(DOUBT, warning)
+    if not model.max_model_len:
+        return Finding(NOTE, f"context: not told; {needed} tokens are needed. {more_context(settings)}")
+    return Finding(GOOD, f"context: {model.max_model_len} tokens, {needed} needed")
+
+
+def judge_pace(answer: Answer) -> Finding:
+    """The time of a large page with a short reply."""
+    said = f"a large page: {answer.seconds:.1f} s, {answer.completion_tokens or 'unknown'} tokens"
+    if answer.seconds < SLOW_PAGE:
+        return Finding(GOOD, said)
+    return Finding(NOTE, f"{said}: slow. Is the model on the GPU, and is nobody else asking? If so, raise --timeout")
+
+
+async def counters(server: Server) -> dict[str, float]:
+    """The server's /metrics; none where it has no such page, or not Prometheus' text."""
+    with contextlib.suppress(OSError, TimeoutError):
+        status, text = await server.get(server.root + "/metrics")
+        return read_metrics(text) if status == 200 else {}
+    return {}
+
+
+async def examine(
+    server: Server,
+    canaries: Sequence[Canary],
+    tries: int,
+    slot: Callable[[], contextlib.AbstractAsyncContextManager[Any]],
+) -> tuple[list[Finding], list[Answer]]:
+    """Asks for the test pages and judges the replies; no replies when one is missing. Raises NoServer."""
+
+    async def ask(canary: Canary) -> Answer | Finding:
+        async with slot():
+            return await ask_canary(server, canary, tries)
+
+    before = await counters(server)
+    said = await asyncio.gather(*map(ask, canaries))
+    if failed := [finding for finding in said if isinstance(finding, Finding)]:
+        return failed[:1], []
+    answers = [answer for answer in said if isinstance(answer, Answer)]
+    drafts = judge_drafts(before, await counters(server), server.model.root)
+    findings = [*judge_canaries(canaries, answers), drafts, judge_version(server.version)]
+    return [finding for finding in findings if finding], answers
+
+
+async def examine_all(server: Server) -> list[Finding]:
+    """Everything that `--check` says of a server that serves the model. Raises NoServer."""
+    model, version = server.model, server.version or "unknown"
+    at = f"{bare_url(server.url)}: model {model.name} ({model.root or 'root unknown'}), version {version}"
+    findings = [Finding(GOOD, at)]
+    if server.others:
+        others = clip(", ".join(server.others), 200)
+        findings.append(Finding(NOTE, f"it serves others too: {others}. Give --model, so that yours is asked for"))
+    findings.append(judge_context(model, server.settings))
+    canaries = await asyncio.to_thread(draw_canaries, True)
+    one = asyncio.Lock()  # one after the other: the time of the second is a page's own
+
+    seen, answers = await examine(server, canaries, 2, lambda: one)
+    findings += seen
+    if answers and all(finding.grade != FAULT for finding in seen):
+        findings += [judge_sight(canaries, answers), judge_pace(answers[-1])]
+    return findings
+
+
+async def check(settings: Settings) -> int:
+    """`--check`: says what the server is and whether it can do the job, a line a finding. Raises NoServer."""
+    if settings.engine == "cpu":
+        async with CpuEngine(settings) as engine:
+            await engine.connect()
+            print(f"RapidOCR {engine.version}: {engine.limits}")
+        return EXIT_OK
+    async with Server(settings) as server:
+        await server.connect(lambda level, text: print(f"ocr.py: {text}", file=sys.stderr))
+        findings = await examine_all(server)
+    for finding in findings:
+        print(f"{finding.grade:5} {finding.said}")
+    return EXIT_NO_SERVER if any(finding.grade in (DOUBT, FAULT) for finding in findings) else EXIT_OK
+
+
 # ----------------------------------------------------------------------------------------------------------- Reading
 
 FIGURES = frozenset({"Image", "Figure"})
@@ -1823,7 +2162,7 @@ ACTIVE_TAGS = frozenset(
 STRAY_LESS_THAN = re.compile(
     rf"<(?!/?(?:{'|'.join(sorted(HTML_TAGS | ACTIVE_TAGS))}|svg)(?![\w@.:-])|!--)", re.IGNORECASE
 )
-MATHS = re.compile(r"(<math\b[^<>]*>)(.*?)(</math\s*>)", re.IGNORECASE | re.DOTALL)
+MATHS = re.compile(r"(<math\b[^<>]*>)([^<]*(?:<(?!/?math\b)[^<]*)*)(</math\s*>)", re.IGNORECASE)
 MATHML = re.compile(r"<(?!/?(?:m[a-z]+|semantics|annotation|br|i|b|sub|sup|span)\b[^<>]*>)", re.IGNORECASE)
 FENCE = re.compile(r"\A\s*```(?:html)?[ \t]*\n(?=\s*<)(.*?)(?:\n?```\s*)?\Z", re.DOTALL | re.IGNORECASE)
 # Never read from a page: control characters, soft hyphens, zero-width spaces, and the marks that are used below.
@@ -1968,9 +2307,11 @@ def block_of(element: etree._Element) -> Iterator[Block]:
     label = (element.get("data-label") or "Text").strip()
     nested = list(labelled_below(element))
     if label in LEAVES:
-        for inner in nested:
+        for inner in reversed(nested):
             keep_tail(inner)
             inner.getparent().remove(inner)
+            if element.getparent() is not None:  # a block around both still holds them
+                element.addnext(inner)
         yield Block(label, parse_box(element.get("data-bbox")), element)
         for inner in nested:
             yield from block_of(inner)
@@ -2166,8 +2507,8 @@ def marked(text: str | None) -> str:
     """A text node with its white space folded and its special characters marked."""
     if not text:
         return ""
-    folded = re.sub(r"[ \t\r\n]*\n[ \t\r\n]*", "\n", text.replace("\r", "\n"))
-    return re.sub(r"[ \t]+", " ", folded).translate(MARKS)
+    folded = re.sub(r"[ \t]+", " ", text.replace("\r", "\n"))
+    return re.sub(r" ?\n[ \n]*", "\n", folded).translate(MARKS)
 
 
 def inline(element: etree._Element, style: Style) -> str:
@@ -2229,6 +2570,10 @@ def inside_same(element: etree._Element) -> bool:
     return any(WRAPS.get(str(parent.tag)) == WRAPS[str(element.tag)] for parent in element.iterancestors())
 
 
+WRAP_MARKS = re.compile(f"[{''.join(WRAPPINGS)}]")
+ALL_MARKS = re.compile(f"[{''.join([*MARKS.values(), *WRAPPINGS])}]")
+
+
 def wrap(text: str, name: str) -> str:
     """Text between an emphasis's marks, each of its paragraphs by itself, with outer white space outside them."""
     opening = OPENINGS[name]
@@ -2286,7 +2631,7 @@ def input_text(element: etree._Element) -> str:
 
 def latex(element: etree._Element) -> str:
     """A formula's LaTeX without blank lines, which would end it, or delimiters of its own."""
-    text = re.sub(r"\s*\n\s*", "\n", element_text(element).strip())
+    text = re.sub(r" ?\n\s*", "\n", re.sub(r"[^\S\n]+", " ", element_text(element).strip()))
     text = re.sub(r"(?<!\\)((?:\\\\)+)(?=[()\]])", r"\1 ", text)  # a line break and "(" are no opening \(
     for before, after in (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$")):
         if text.startswith(before) and text.endswith(after) and len(text) > len(before + after):
@@ -2470,19 +2815,20 @@ def settle(text: str, held: Sequence[str], style: Style) -> str:
     if not text:
         return ""
     held = list(held)
-    text = tags_for_signs(text, held)
+    if WRAP_MARKS.search(text):
+        text = tags_for_signs(text, held)
     escaped = {*paired(text, STAR, "bi"), *paired(text, UNDERSCORE, ""), *paired(text, TILDE, ("del",))}
     escaped |= {*dollars(text, style), *ticks(text, held), *links(text), *tags(text)}
     out: list[str] = []
-    for i, c in enumerate(text):
-        if not "\ufdd0" <= c <= "\ufdef":
-            out.append(c)
+    done = 0
+    for match in ALL_MARKS.finditer(text):
+        i, c = match.start(), match[0]
+        out.append(text[done:i])
+        done = i + 1
+        if c in WRAPPINGS:
+            out.append(SIGNS[WRAPPINGS[c]])
             continue
-        literal = UNMARKS.get(ord(c))
-        if literal is None:
-            out.append(SIGNS.get(WRAPPINGS.get(c, ""), c))
-            continue
-        follows = text[i + 1 : i + 2]
+        literal, follows = UNMARKS[ord(c)], text[i + 1 : i + 2]
         if (
             i in escaped
             or (c == BACKSLASH and (follows == "\n" or (follows and kind_of(follows) == 1)))
@@ -2490,7 +2836,8 @@ def settle(text: str, held: Sequence[str], style: Style) -> str:
         ):
             out.append("\\")
         out.append(literal)
-    return HELD.sub(lambda m: spaced(m, held), "".join(out)) if held else "".join(out)
+    said = "".join([*out, text[done:]])
+    return HELD.sub(lambda m: spaced(m, held), said) if held else said
 
 
 def plain(text: str) -> str:
@@ -2529,10 +2876,9 @@ def tags_for_signs(text: str, held: list[str]) -> str:
     """Text in which emphasis that stars or tildes could not show where it stands (`**a:**b`) has tags instead."""
     marks = list(text)
     opened: list[int] = []
-    for i, c in enumerate(text):
-        name = WRAPPINGS.get(c)
-        if name is None:
-            continue
+    for match in WRAP_MARKS.finditer(text):
+        i, c = match.start(), match[0]
+        name = WRAPPINGS[c]
         if c == OPENINGS[name]:
             opened.append(i)
             continue
@@ -2541,12 +2887,13 @@ def tags_for_signs(text: str, held: list[str]) -> str:
         first, last = (start, start), (i, i)
         if name != "del":
             first, last = star_run(marks, start), star_run(marks, i)
-        apart = "".join(marks[first[0] - 1 : first[0]] + marks[last[1] + 1 : last[1] + 2])
+        apart = "".join(marks[max(0, first[0] - 1) : first[0]] + marks[last[1] + 1 : last[1] + 2])
+        opens, closes_too = flanks(text, first[0], first[1] + 1)
+        opens_too, closes = flanks(text, last[0], last[1] + 1)
         if (
-            not flanks(text, first[0], first[1] + 1)[0]
-            or not flanks(text, last[0], last[1] + 1)[1]
+            not (opens and closes)
+            or (opened and (opens_too or closes_too))  # stars within stars might pair up otherwise
             or any(WRAPPINGS.get(near) for near in apart)
-            or first[1] >= last[0]
         ):
             marks[start], marks[i] = hold(f"<{name}>", held), hold(f"</{name}>", held)
     return "".join(marks)
@@ -2584,8 +2931,6 @@ def paired(text: str, sign: str, wraps: Iterable[str]) -> Iterator[int]:
         before, after = text[max(0, start - 1) : start], text[end : end + 1]
         if sign == UNDERSCORE:  # inside a word an underscore is a letter
             left, right = left and (not right or kind_of(before) == 1), right and (not left or kind_of(after) == 1)
-        if sign == TILDE and end - start > 2:
-            left = right = False
         if right:
             last_closing = max(last_closing, start)
         runs.append((start, end, left, before in real or after in real or (right and depth > 0)))
@@ -2636,9 +2981,12 @@ def links(text: str) -> Iterator[int]:
         if match[0] == BRACKET:
             opened.append(match.start())
         elif opened:
-            start, rest = opened.pop(), text[match.end() : match.end() + 300]
+            rest = text[match.end() : match.end() + 300]
             if rest.startswith("(") and (len(rest) == 300 or LINK_END.match(plain(rest))):
-                yield start
+                yield from opened  # each of them, once those within have their backslash
+                opened.clear()
+            else:
+                opened.pop()
 
 
 # What begins a block of HTML at a line's start, whole tag or not (CommonMark 4.6).
@@ -2681,6 +3029,16 @@ SHOWN_ATTRIBUTES = {
 }
 
 
+CUT_FIGURE = re.compile(r"(?:\.\./)?images/[\w.-]+")
+
+
+def only_known_addresses(tag: str, name: str, value: str) -> str | None:
+    """An attribute's value, unless it is the address of anything but a figure cut out here, a web page or this page."""
+    if name == "src" and not CUT_FIGURE.fullmatch(value):
+        return None
+    return value if name != "href" or value.startswith("#") or leads_somewhere(value) else None
+
+
 def sanitize(text: str) -> str:
     """HTML in which nothing runs and nothing is fetched: a browser may open it."""
     import nh3
@@ -2690,6 +3048,7 @@ def sanitize(text: str) -> str:
         tags=set(SHOWN_TAGS),
         attributes=SHOWN_ATTRIBUTES,
         url_schemes={"http", "https", "mailto"},
+        attribute_filter=only_known_addresses,
         strip_comments=True,
     )
 
@@ -2726,6 +3085,77 @@ def to_html(blocks: Sequence[Block], *, headers_footers: bool = False, images: b
         inner = Block(block.label, None, element).html
         parts.append(sanitize(f'<div class="block {label}">{inner}</div>'))
     return "\n".join(parts)
+
+
+SPAN_OF_MATHS = re.compile(r'<span class="math">\\([(\[])([^<]*)\\[)\]]</span>')
+
+
+def maths_drawn(text: str) -> str:
+    """The formulas of `to_html` as MathML, which browsers draw; those that cannot be converted stay LaTeX."""
+
+    def drawn(match: re.Match[str]) -> str:
+        said = to_mathml(html.unescape(match[2]), block=match[1] == "[")
+        return f'<span class="math">{said}</span>' if said else match[0]
+
+    return SPAN_OF_MATHS.sub(drawn, text) if "\\" in text else text
+
+
+MATHML_TAGS = frozenset(
+    (
+        "math mrow mi mn mo mtext mspace mfrac msqrt mroot msub msup msubsup munder mover munderover mmultiscripts "
+        "mprescripts none mtable mtr mtd mlabeledtr mstyle mpadded mphantom menclose merror"
+    ).split()
+)
+MATHML_ATTRIBUTES = frozenset(
+    (
+        "accent accentunder columnalign columnlines columnspacing depth displaystyle fence form height largeop "
+        "linethickness lspace mathcolor mathsize mathvariant maxsize minsize movablelimits notation rowlines "
+        "rowspacing rspace scriptlevel separator stretchy symmetric voffset width"
+    ).split()
+)
+# Environments by the name under which latex2mathml knows their like.
+ENVIRONMENTS = {"aligned": "align*", "eqnarray": "align*", "eqnarray*": "align*", "gathered": "matrix"}
+ENVIRONMENTS |= {"gather": "matrix", "gather*": "matrix", "multline": "matrix", "multline*": "matrix"}
+ENVIRONMENTS |= {"dcases": "cases", "tabular": "array"}
+DEFINITION = re.compile(r"\\(?:(?:re|provide)?newcommand|[egx]?def|let)(?![a-zA-Z])")  # could grow without end
+LONGEST_FORMULA = 4000  # characters; a longer one stays LaTeX
+
+
+def to_mathml(latex: str, block: bool = False) -> str | None:
+    """A formula as MathML that carries its LaTeX; None when latex2mathml is not there or does not understand it."""
+    try:
+        from latex2mathml.converter import convert_to_element
+    except ImportError:
+        return None
+    if not latex.strip() or len(latex) > LONGEST_FORMULA or DEFINITION.search(latex):
+        return None
+    said = re.sub(r"\\(begin|end)\{(equation\*?|displaymath|math)\}|\\nonumber(?![a-zA-Z])", " ", latex)
+    said = re.sub(r"\\begin\{(aligned|gathered|split)\}\[[tbc]\]", r"\\begin{\1}", said)
+    said = re.sub(r"\\(begin|end)\{([a-z]+\*?)\}", lambda m: f"\\{m[1]}{{{ENVIRONMENTS.get(m[2], m[2])}}}", said)
+    try:
+        drawn = "".join(mathml(child) for child in convert_to_element(said.replace("\\bm{", "\\boldsymbol{")))
+    except Exception:  # its errors are of many kinds, and each means that the formula is shown as it was read
+        return None
+    source = html.escape(latex)
+    kind = ' display="block"' if block else ""
+    return (
+        f'<math xmlns="http://www.w3.org/1998/Math/MathML"{kind} alttext="{source}"><semantics>{drawn}'
+        f'<annotation encoding="application/x-tex">{source}</annotation></semantics></math>'
+    )
+
+
+def mathml(element: Any) -> str:
+    """An element of latex2mathml's as text, with known tags and attributes only. Raises ValueError for others."""
+    words = html.unescape(element.text or "")  # it writes characters as references of its own
+    if element.tag not in MATHML_TAGS or re.match(r"\\[a-zA-Z]", words):
+        raise ValueError(f"{element.tag}: {words}")
+    known = (
+        f' {name}="{value}"'
+        for name, value in element.attrib.items()
+        if name in MATHML_ATTRIBUTES and re.fullmatch(r"[\w#.%+ -]*", value)
+    )
+    inside = "".join(mathml(child) for child in element)
+    return f"<{element.tag}{''.join(known)}>{html.escape(words, quote=False)}{inside}</{element.tag}>"
 
 
 REPLY_TAG = "|".join(sorted(SHOWN_TAGS | {"math", "input"}))
@@ -2908,16 +3338,22 @@ def cut_figures(
     except PageError as e:
         return list(blocks), (f"figures not cut out: {e}",)
     folder, found, count = document.folder / "images", [], 0
+    notes: tuple[str, ...] = ()
     for block in blocks:
         box = pixel_box(block.bbox, page.size) if block.label in FIGURES and block.bbox else None
         if box and box[2] > box[0] and box[3] > box[1]:
             count += 1
             name = f"{number:04d}-{count:02d}.webp"
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / name, encode_webp(page.crop(box)))
-            block = dataclasses.replace(block, image=f"../images/{name}")
+            try:
+                data = encode_webp(page.crop(box))
+            except (OSError, ValueError) as e:  # the encoder's, not the disk's: the page stands without this figure
+                notes += (f"figures not cut out: {name}: {reason(e)}",)
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(folder / name, data)
+                block = dataclasses.replace(block, image=f"../images/{name}")
         found.append(block)
-    return found, ()
+    return found, notes
 
 
 def encode_webp(image: Image.Image) -> bytes:
@@ -3081,14 +3517,42 @@ def claim_folder(document: Document, source: str) -> None:
 
 
 PAGE_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 Georgia, serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-.page { border-top: 1px solid #8888; padding-top: .5rem; margin-top: 2rem; }
-.mark { font: .8rem system-ui, sans-serif; color: #777; }
-table { border-collapse: collapse; margin: 1rem 0; } td, th { border: 1px solid #8888; padding: .2rem .5rem; }
-img { max-width: 100%; } .math { font-family: monospace; } .Page-Header, .Page-Footer, .Footnote { font-size: .85rem; }
-.error { color: #b00020; } pre { overflow-x: auto; }
-@media print { .page { break-before: page; } }
+:root { color-scheme: light dark; --ink: #1d1c1a; --soft: #66625b; --line: #d9d5cc; --tint: #f5f3ee; --paper: #fffefb; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e2da; --soft: #a39d92; --line: #45423c; --tint: #262420; --paper: #1b1a17; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 48rem; padding: 0 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 1.0625rem/1.55 "Iowan Old Style", "Palatino Linotype", Palatino, Georgia, serif; overflow-wrap: break-word; }
+header, .mark { font: .8125rem/1.4 system-ui, sans-serif; color: var(--soft); }
+header { padding: 1.5rem 0 0; }
+.page { border-top: 1px solid var(--line); margin-top: 2rem; }
+.mark { margin: .4rem 0 1.5rem; text-align: right; } .mark a { color: inherit; text-decoration: none; }
+h1, h2, h3, h4, h5, h6 { line-height: 1.25; margin: 1.6em 0 .5em; text-wrap: balance; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.4rem; } h3 { font-size: 1.2rem; } h4, h5, h6 { font-size: 1.05rem; }
+p, ul, ol, pre, blockquote, .block { margin: 0 0 .9em; } .block > :last-child { margin-bottom: 0; }
+.Table, .Form, .Equation-Block { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .95em; line-height: 1.35; margin: 1.2rem 0; }
+td, th { border: 1px solid var(--line); padding: .35em .65em; vertical-align: top; text-align: left; }
+th { background: var(--tint); }
+pre, code, .math { font-family: ui-monospace, "Cascadia Code", Menlo, Consolas, monospace; font-size: .9em; }
+pre { background: var(--tint); border-radius: 4px; padding: .8em 1em; overflow-x: auto; }
+math { font-size: 1.1rem; } .math:has(math) { font-family: inherit; font-size: inherit; }
+math[display="block"] { margin: .8em 0; } mtd[columnalign="left"] { text-align: left; }
+mtd[columnalign="right"] { text-align: right; }
+img { display: block; max-width: 100%; height: auto; margin: 1rem auto; }
+.Caption { font-size: .9em; color: var(--soft); text-align: center; }
+.Footnote, .Page-Header, .Page-Footer { font-size: .85em; color: var(--soft); }
+.error { border-left: 3px solid #c62828; background: var(--tint); padding: .6em 1em; }
+@page { margin: 18mm 16mm; }
+@media print {
+  :root { --ink: #000; --soft: #444; --line: #999; --tint: #f4f4f4; --paper: #fff; }
+  body { max-width: none; padding: 0; font-size: 10.5pt; }
+  .page + .page { break-before: page; } .page { margin-top: 0; border: 0; }
+  h1, h2, h3, h4, h5, h6 { break-after: avoid; } tr, img, math, pre { break-inside: avoid; }
+  thead { display: table-header-group; }
+  .Table, .Form, .Equation-Block { overflow: visible; } p { orphans: 3; widows: 3; }
+}
 """.strip()
 
 
@@ -3127,25 +3591,32 @@ def markdown_parts(document: Document) -> Iterator[str]:
 def html_parts(document: Document, wanted: Wanted) -> Iterator[str]:
     title = html.escape(show(Path(document.source.name)))
     policy = "default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'"
-    yield '<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n'
+    yield '<!DOCTYPE html>\n<html lang="mul">\n<head>\n<meta charset="utf-8">\n'
     yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     yield f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-    yield f"<style>\n{PAGE_STYLE}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+    yield f'<style>\n{PAGE_STYLE}\n</style>\n</head>\n<body>\n<header lang="en">{title}</header>\n<main>\n'
     for number in document.numbers:
         record = read_json(page_file(document.folder, number, ".json"))
-        yield f'<section class="page" id="page-{number}">\n<p class="mark">Page {number}</p>\n'
+        yield f'<section class="page" id="page-{number}" aria-label="Page {number}">\n'
+        yield f'<p class="mark" lang="en"><a href="#page-{number}">Page {number}</a></p>\n'
         if record.get("status") == FAILED or not record:
-            yield f'<p class="error">Failed: {html.escape(str(record.get("error", "not read")))}</p>\n'
+            yield f'<p class="error" lang="en">Failed: {html.escape(str(record.get("error", "not read")))}</p>\n'
         else:
-            blocks = read_reply(raw_reply(document.folder, number))
-            names = [block.get("image") for block in record["blocks"]]
-            named = [
-                dataclasses.replace(block, image=f"images/{name}") if name else block
-                for block, name in itertools.zip_longest(blocks, names[: len(blocks)])
-            ]
-            yield to_html(named, headers_footers=wanted.headers_footers, images=wanted.images) + "\n"
+            blocks = page_blocks(document.folder, number, record, "images/")
+            shown = to_html(blocks, headers_footers=wanted.headers_footers, images=wanted.images)
+            yield maths_drawn(shown) + "\n"
         yield "</section>\n"
-    yield "</body>\n</html>\n"
+    yield "</main>\n</body>\n</html>\n"
+
+
+def page_blocks(folder: Path, number: int, record: dict[str, Any], images: str) -> list[Block]:
+    """The blocks of a page on disk, with its figures' files under the address `images`."""
+    blocks = read_reply(raw_reply(folder, number))
+    names = [block.get("image") for block in record["blocks"]]
+    return [
+        dataclasses.replace(block, image=images + name) if name else block
+        for block, name in itertools.zip_longest(blocks, names[: len(blocks)])
+    ]
 
 
 def json_parts(document: Document) -> Iterator[str]:
@@ -3168,6 +3639,421 @@ def json_parts(document: Document) -> Iterator[str]:
         record["seconds"] = round(sum(attempt.get("seconds") or 0 for attempt in attempts), 3)
         yield (",\n" if i else "") + json.dumps(record, ensure_ascii=False)
     yield "\n]}\n"
+
+
+# --------------------------------------------------------------------------------------------------- Searchable PDFs
+#
+# A copy of a document whose pages carry what was read as invisible text, so that a viewer's search finds it in its
+# place. pikepdf writes it: qpdf, under it, keeps every object of the original, where PDFium would write pages anew.
+
+ALREADY_SAID = 0.9  # share of what was read that a page's own text says: then it needs no second copy of it
+SCAN_DPI = 150  # of images that do not say theirs
+
+
+class Row(NamedTuple):
+    """A row of text and its place in shares of the page: start, baseline, length and height."""
+
+    text: str
+    left: float
+    base: float
+    width: float
+    height: float
+
+
+def searchable_file(document: Document) -> Path:
+    return document.folder / (document.name + ".searchable.pdf")
+
+
+def has_searchable(document: Document) -> bool:
+    """Whether the searchable copy is there and no older than the document was put together."""
+    try:
+        made = searchable_file(document).stat().st_mtime_ns
+        return made >= (document.folder / (document.name + ".json")).stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def write_searchable(document: Document) -> None:
+    """Writes the document's searchable copy. Raises DocumentError or OutputError."""
+    import pikepdf
+
+    path = searchable_file(document)
+    part = path.with_name(path.name + ".part")
+    try:
+        with contextlib.closing(searchable_pdf(document)) as pdf:
+            pdf.save(part, encryption=pdf.is_encrypted, deterministic_id=not pdf.is_encrypted)
+        os.replace(part, path)
+    except pikepdf.PasswordError:
+        raise DocumentError("qpdf does not open it with this password") from None
+    except pikepdf.PdfError as e:
+        raise DocumentError(f"qpdf cannot read or write it: {reason(e)}") from None
+    except OSError as e:
+        raise OutputError(f"{show(path)}: cannot be written: {reason(e)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def searchable_pdf(document: Document) -> Any:
+    """A pikepdf.Pdf of the document, with the text of each page that was read."""
+    import pikepdf
+
+    if file_stamp(document.source) != document.stamp:
+        raise DocumentError("the file changed during the run; run again when it is whole")
+    if document.kind == "image":
+        pdf = pikepdf.new()
+        for number in document.numbers:
+            add_image_page(pdf, document.source, number - 1)
+        places = [(0.0, 0.0, *(float(side) for side in page.mediabox[2:]), 0) for page in pdf.pages]
+        own = [""] * len(places)
+    else:
+        pdf = pikepdf.open(document.source, password=document.password or "")
+        places, own = visible_parts(document)
+    font = InvisibleFont(pdf)
+    for i, number in enumerate(document.numbers):
+        index = i if document.kind == "image" else number - 1
+        record = read_json(page_file(document.folder, number, ".json"))
+        if record.get("status") not in (OK, SUSPECT) or index >= len(pdf.pages) or places[index] is None:
+            continue
+        rows = list(text_rows(read_reply(raw_reply(document.folder, number))))
+        if rows and not says_already(own[index], rows):
+            left, bottom, right, top, turn = places[index]
+            content = font.content(rows, (left, bottom, right, top), int(turn))
+            font.put_under(pdf.pages[index], content)
+    font.finish()
+    return pdf
+
+
+def visible_parts(document: Document) -> tuple[list[Any], list[str]]:
+    """Of each page of a PDF: the box that is drawn and its rotation, None when it does not load; and its own text."""
+    import pypdfium2 as pdfium
+
+    places: list[Any] = []
+    texts: list[str] = []
+    asked = set(document.numbers)
+    with contextlib.closing(open_pdf(document.source, document.password)) as pdf:
+        for index in range(len(pdf)):
+            place, text = None, ""
+            if index + 1 in asked:
+                with contextlib.suppress(pdfium.PdfiumError), contextlib.closing(pdf[index]) as page:
+                    place = (*page.get_bbox(), page.get_rotation())
+                    with contextlib.closing(page.get_textpage()) as words:
+                        text = words.get_text_range()
+            places.append(place)
+            texts.append(text)
+    return places, texts
+
+
+def says_already(own: str, rows: Sequence[Row]) -> bool:
+    """Whether a page's own text holds nearly all words that were read from it."""
+    known = set(re.findall(r"\w+", own.casefold()))
+    words = re.findall(r"\w+", " ".join(row.text for row in rows).casefold())
+    return bool(words) and sum(word in known for word in words) >= ALREADY_SAID * len(words)
+
+
+def add_image_page(pdf: Any, source: Path, frame: int) -> None:
+    """Adds an image's frame as a page of its size: a JPEG as it is, other pixels deflated."""
+    import pikepdf
+
+    with open_image(source) as opened:
+        if frame:
+            opened.seek(frame)
+        check_image_size(opened.size)
+        dpi = opened.info.get("dpi") or ()
+        dpis = [float(d) if math.isfinite(float(d)) and 30 <= float(d) <= 4800 else SCAN_DPI for d in dpi][:2]
+        opened.load()
+        upright = turn_upright(opened)
+        if opened.format == "JPEG" and opened.mode in ("L", "RGB") and upright is opened:
+            data, bits, mode, coding = source.read_bytes(), 8, opened.mode, "/DCTDecode"
+        else:
+            image = upright if upright.mode in ("1", "L") and "transparency" not in upright.info else to_rgb(upright)
+            data, bits, mode = zlib.compress(image.tobytes(), 6), 1 if image.mode == "1" else 8, image.mode
+            coding = "/FlateDecode"
+        across, down = upright.size
+    picture = pdf.make_stream(
+        data,
+        Type=pikepdf.Name.XObject,
+        Subtype=pikepdf.Name.Image,
+        Width=across,
+        Height=down,
+        BitsPerComponent=bits,
+        ColorSpace=pikepdf.Name.DeviceRGB if mode == "RGB" else pikepdf.Name.DeviceGray,
+        Filter=pikepdf.Name(coding),
+    )
+    x_dpi, y_dpi = dpis if len(dpis) == 2 else (SCAN_DPI, SCAN_DPI)
+    width, height = round(across * 72 / x_dpi, 2), round(down * 72 / y_dpi, 2)
+    page = pikepdf.Dictionary(
+        Type=pikepdf.Name.Page,
+        MediaBox=[0, 0, width, height],
+        Resources=pikepdf.Dictionary(XObject=pikepdf.Dictionary(Im0=picture)),
+        Contents=pdf.make_stream(f"q {width} 0 0 {height} 0 0 cm /Im0 Do Q".encode()),
+    )
+    pdf.pages.append(pikepdf.Page(pdf.make_indirect(page)))
+
+
+def text_rows(blocks: Sequence[Block]) -> Iterator[Row]:
+    """The rows of text that fill the blocks' boxes; a table's cells stand in theirs."""
+    for block in blocks:
+        element = copy.deepcopy(block.element)
+        for inner in list(labelled_below(element)):
+            keep_tail(inner)
+            inner.getparent().remove(inner)
+        x0, y0, x1, y1 = (min(max(side / 1000, 0.0), 1.0) for side in block.bbox or (0, 0, 1000, 1000))
+        if x1 <= x0 or y1 <= y0:
+            x0, y0, x1, y1 = 0.0, 0.0, 1.0, 1.0
+        tables = element.findall(".//table")
+        if len(tables) == 1 and block.bbox:
+            yield from cell_rows(tables[0], (x0, y0, x1, y1))
+            keep_tail(tables[0])
+            tables[0].getparent().remove(tables[0])
+        yield from fill(text_lines(element), (x0, y0, x1, y1))
+        yield from text_rows(block.inside)
+
+
+def text_lines(element: etree._Element) -> list[str]:
+    """The lines that an element's text has of itself, formulas as LaTeX, without what is only said of pictures."""
+    said: list[str] = []
+
+    def walk(node: etree._Element) -> None:
+        if node.tag == "math":
+            said.append(" ".join(latex(node).split()))
+        elif node.tag == "br":
+            said.append("\n")
+        elif node.tag == "input":
+            said.append(input_text(node))
+        elif node.tag != "img":
+            edge = "\n" if node.tag in BLOCK_TAGS or node.tag == "tr" else " " if node.tag in ("td", "th") else ""
+            said.append(edge + re.sub(r"\s", " ", node.text or ""))
+            for child in node:
+                walk(child)
+                said.append(re.sub(r"\s", " ", child.tail or ""))
+            said.append(edge)
+
+    walk(element)
+    return [line for part in "".join(said).split("\n") if (line := " ".join(part.split()))]
+
+
+def cell_rows(table: etree._Element, box: Box) -> Iterator[Row]:
+    """A table's cells as rows of text, on a grid of equal rows and columns over its box."""
+    rows = table.findall(".//tr")
+    taken: set[tuple[int, int]] = set()
+    cells: list[tuple[int, int, int, int, etree._Element]] = []
+    for y, row in enumerate(rows):
+        x = 0
+        for cell in row:
+            if cell.tag not in ("td", "th"):
+                continue
+            while (y, x) in taken:
+                x += 1
+            across, down = (min(span_of(cell, name), 60) for name in ("colspan", "rowspan"))
+            down = min(down, len(rows) - y)
+            taken |= {(y + j, x + i) for j in range(down) for i in range(across)}
+            cells.append((x, y, across, down, cell))
+            x += across
+    columns = max((x + across for x, _, across, _, _ in cells), default=1)
+    width, height = (box[2] - box[0]) / columns, (box[3] - box[1]) / max(1, len(rows))
+    for x, y, across, down, cell in cells:
+        left, top = box[0] + x * width, box[1] + y * height
+        yield from fill(text_lines(cell), (left, top, left + across * width * 0.95, top + down * height))
+
+
+def span_of(cell: etree._Element, name: str) -> int:
+    said = (cell.get(name) or "").strip()
+    return max(1, int(said)) if re.fullmatch(r"[0-9]{1,4}", said) else 1
+
+
+def fill(lines: Sequence[str], box: Box) -> Iterator[Row]:
+    """Lines broken into rows so that together they fill a box, as letters twice as high as wide would."""
+    x0, y0, x1, y1 = box
+    if not lines:
+        return
+    # As many rows as give letters of their usual shape: found by trying sizes, the largest first.
+    size = (y1 - y0) / len(lines)
+    rows = break_lines(lines, (x1 - x0) / size)
+    while len(rows) * size > (y1 - y0) * 1.001 and len(rows) < 2000:
+        size *= 0.93
+        rows = break_lines(lines, (x1 - x0) / size)
+    height = (y1 - y0) / len(rows)
+    for i, row in enumerate(rows):
+        # The last row of a paragraph is short; others, and what is too long, fit the width.
+        width = min(x1 - x0, text_width(row) * size * 0.8)
+        yield Row(row, x0, y0 + (i + 0.8) * height, max(width, 1e-4), height)
+
+
+WORD_OR_SQUARE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uff60]|[^\s\u2e80-\u9fff]+\s*")
+
+
+def break_lines(lines: Iterable[str], width: float) -> list[str]:
+    """Lines broken at spaces, and between signs that take a square each, into rows of a width in letter heights."""
+    rows = []
+    for line in lines:
+        row, used = "", 0.0
+        for word in WORD_OR_SQUARE.findall(line):
+            length = text_width(word.rstrip()) * 0.8
+            if row and used + length > width:
+                rows.append(row)
+                row, used = "", 0.0
+            row += word
+            used += text_width(word) * 0.8
+        rows.append(row)
+    return rows
+
+
+def text_width(text: str) -> float:
+    return sum(map(sign_width, text)) / 1000
+
+
+def sign_width(c: str) -> int:
+    """A sign's width in thousandths of its height: squares are whole, marks on letters have none."""
+    if unicodedata.combining(c) or unicodedata.category(c) in ("Mn", "Me", "Cf"):
+        return 0
+    return 1000 if unicodedata.east_asian_width(c) in "WF" else 500
+
+
+def reads_leftwards(text: str) -> bool:
+    """Whether most of a text's letters are of a script that is written from right to left."""
+    ways = [unicodedata.bidirectional(c) for c in text]
+    return sum(way in ("R", "AL") for way in ways) > sum(way == "L" for way in ways)
+
+
+class InvisibleFont:
+    """A font that draws nothing and says which character each of its codes is: it knows every script."""
+
+    NAME = "/InvisibleOCR"
+
+    def __init__(self, pdf: Any):
+        import pikepdf
+
+        self.pdf = pdf
+        self.codes: dict[str, int] = {}
+        self.font = pdf.make_indirect(pikepdf.Dictionary(Type=pikepdf.Name.Font))
+
+    def encode(self, text: str) -> str:
+        codes = []
+        for c in text.encode("utf-8", "replace").decode():
+            if c not in self.codes and len(self.codes) < 0xFFFE:
+                self.codes[c] = len(self.codes) + 1
+            codes.append(self.codes.get(c, 0))
+        return "".join(f"{code:04X}" for code in codes)
+
+    def content(self, rows: Sequence[Row], box: Box, turn: int) -> bytes:
+        """The drawing commands of a page's rows; `box` and `turn` are those of the page as a viewer shows it."""
+        left, bottom, right, top = box
+        across, up = {0: ((1, 0), (0, 1)), 90: ((0, 1), (-1, 0)), 180: ((-1, 0), (0, -1)), 270: ((0, -1), (1, 0))}[turn]
+        x0, y0 = {0: (left, top), 90: (left, bottom), 180: (right, bottom), 270: (right, top)}[turn]
+        width, height = (top - bottom, right - left) if turn in (90, 270) else (right - left, top - bottom)
+        said = ["q BT 3 Tr"]
+        for row in rows:
+            size = max(row.height * height * 0.85, 0.01)
+            natural = max(text_width(row.text), 0.001) * size
+            stretch = 100 * row.width * width / natural
+            u, v = row.left * width, -row.base * height
+            way = across
+            if reads_leftwards(row.text):  # it starts at its right end, as its readers do
+                u, way = u + row.width * width, (-across[0], -across[1])
+            x, y = x0 + across[0] * u + up[0] * v, y0 + across[1] * u + up[1] * v
+            matrix = " ".join(map(str, (*way, *up)))
+            said.append(
+                f"{self.NAME} {size:.3f} Tf {stretch:.2f} Tz {matrix} {x:.3f} {y:.3f} Tm <{self.encode(row.text)}> Tj"
+            )
+        return "\n".join([*said, "ET Q\n"]).encode()
+
+    def put_under(self, page: Any, content: bytes) -> None:
+        """Puts the text before all else of a page, where nothing of the page's own can change how it is written."""
+        import pikepdf
+
+        resources = pikepdf.Dictionary(dict(inherited(page.obj, "/Resources") or {}))
+        fonts = resources.get("/Font")
+        fonts = pikepdf.Dictionary(dict(fonts) if isinstance(fonts, pikepdf.Dictionary) else {})
+        fonts[self.NAME] = self.font
+        resources["/Font"] = fonts
+        page.obj["/Resources"] = resources
+        page.contents_add(self.pdf.make_stream(content), prepend=True)
+
+    def finish(self) -> None:
+        """Writes the font for the characters that were used."""
+        import pikepdf
+        from pikepdf import Dictionary, Name
+
+        widths: list[Any] = []
+        for c, code in self.codes.items():
+            if (width := sign_width(c)) != 500:
+                widths += [code, pikepdf.Array([width])]
+        descriptor = Dictionary(
+            Type=Name.FontDescriptor,
+            FontName=Name.InvisibleOCR,
+            Flags=4,
+            FontBBox=[0, -200, 1000, 800],
+            Ascent=800,
+            Descent=-200,
+            CapHeight=700,
+            StemV=80,
+            ItalicAngle=0,
+            FontFile2=self.pdf.make_stream(block_font()),
+        )
+        below = Dictionary(
+            Type=Name.Font,
+            Subtype=Name.CIDFontType2,
+            BaseFont=Name.InvisibleOCR,
+            CIDSystemInfo=Dictionary(Registry="Adobe", Ordering="Identity", Supplement=0),
+            CIDToGIDMap=self.pdf.make_stream(bytes(2) + b"".join(bytes((0, sign_width(c) // 500)) for c in self.codes)),
+            FontDescriptor=self.pdf.make_indirect(descriptor),
+            DW=500,
+            W=widths,
+        )
+        self.font["/Subtype"], self.font["/BaseFont"] = Name.Type0, Name.InvisibleOCR
+        self.font["/Encoding"] = Name("/Identity-H")
+        self.font["/DescendantFonts"] = [self.pdf.make_indirect(below)]
+        self.font["/ToUnicode"] = self.pdf.make_stream(to_unicode(self.codes))
+
+
+def inherited(page: Any, name: str) -> Any:
+    """An attribute of a page, or of the nodes above it."""
+    for _ in range(50):
+        if page is None or name in page:
+            return page[name] if page is not None else None
+        page = page.get("/Parent")
+    return None
+
+
+def to_unicode(codes: dict[str, int]) -> bytes:
+    """The CMap that says which character a code is."""
+    lines = ["/CIDInit /ProcSet findresource begin 12 dict begin begincmap /CMapName /OCR def /CMapType 2 def"]
+    lines.append("1 begincodespacerange <0000> <FFFF> endcodespacerange")
+    pairs = [f"<{code:04X}> <{c.encode('utf-16-be').hex().upper()}>" for c, code in codes.items()]
+    for start in range(0, len(pairs), 100):
+        part = pairs[start : start + 100]
+        lines += [f"{len(part)} beginbfchar", *part, "endbfchar"]
+    return "\n".join([*lines, "endcmap CMapName currentdict /CMap defineresource pop end end\n"]).encode()
+
+
+def block_font() -> bytes:
+    """A TrueType font of three glyphs: nothing, half a square and a square, which viewers mark when text is chosen."""
+
+    def block(width: int) -> bytes:
+        head = struct.pack(">hhhhhHH", 1, 0, -200, width, 800, 3, 0)
+        return head + b"\1\1\1\1" + struct.pack(">hhhhhhhh", 0, 0, width, 0, -200, 1000, 0, -1000) + b"\0\0"
+
+    half, whole = block(500), block(1000)
+    tables = {
+        b"cmap": struct.pack(">HHHHIHHHHHH", 0, 1, 3, 1, 12, 6, 12, 0, 0, 1, 0),
+        b"glyf": half + whole,
+        b"head": struct.pack(
+            ">IIIIHHqqhhhhHHhhh", 0x10000, 0x10000, 0, 0x5F0F3CF5, 3, 1000, 0, 0, 0, -200, 1000, 800, 0, 8, 2, 1, 0
+        ),
+        b"hhea": struct.pack(">IhhhHhhhhhhhhhhhH", 0x10000, 800, -200, 0, 1000, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 3),
+        b"hmtx": struct.pack(">HhHhHh", 500, 0, 500, 0, 1000, 0),
+        b"loca": struct.pack(">IIII", 0, 0, len(half), len(half + whole)),
+        b"maxp": struct.pack(">IHHHHHHHHHHHHHH", 0x10000, 3, 4, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+        b"post": struct.pack(">IIhhIIIII", 0x30000, 0, 0, 0, 0, 0, 0, 0, 0),
+    }
+    directory, body = b"", b""
+    for tag, data in tables.items():
+        padded = data + bytes(-len(data) % 4)
+        sum_ = sum(struct.unpack(f">{len(padded) // 4}I", padded)) & 0xFFFFFFFF
+        directory += struct.pack(">4sIII", tag, sum_, 12 + 16 * len(tables) + len(body), len(data))
+        body += padded
+    return struct.pack(">IHHHH", 0x10000, len(tables), 128, 3, 0) + directory + body
 
 
 # -------------------------------------------------------------------------------------------------------- CPU engine
@@ -3722,7 +4608,9 @@ class CpuEngine:
     async def alive(self) -> bool:
         return True
 
-    async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None]) -> Answer:
+    async def ask(
+        self, png: list[bytes], sampled: Sampling, sent: Callable[[], None], fresh: bool = False
+    ) -> Answer:
         """A page read on this machine; the sampling makes no difference. Raises Refused."""
         started = time.monotonic()
         sent()
@@ -3758,7 +4646,8 @@ class Workers:
     async def run(self, limit: float | None, function: Callable[..., T], *args: Any) -> T:
         """A function's result from a worker. Raises TimeoutError past `limit` seconds, Crashed when the worker died."""
         async with self.places:
-            worker = self.idle.pop() if self.idle else Worker(self.initializer)
+            # One that was killed while it was idle (by the system, for memory) is not asked.
+            worker = next((w for w in iter(self.next_idle, None) if w.alive), None) or Worker(self.initializer)
             self.busy.add(worker)
             try:
                 loop = asyncio.get_running_loop()
@@ -3769,7 +4658,7 @@ class Workers:
                 worker.kill()
                 raise
             except NotStarted as e:
-                if self.proved:
+                if self.proved or worker.exit_code != 1:
                     raise
                 raise BadUsage(
                     f"no worker process starts ({e}); a script that calls ocr.run does so below "
@@ -3781,6 +4670,9 @@ class Workers:
                     worker.kill()
                 else:
                     self.idle.append(worker)
+
+    def next_idle(self) -> Worker | None:
+        return self.idle.pop() if self.idle else None
 
     async def run_again(self, limit: float | None, function: Callable[..., T], *args: Any) -> T:
         """`run`, with a second try when the worker died: perhaps of something else than its task."""
@@ -3850,6 +4742,10 @@ class Worker:
         if self.process is not None and self.process.pid is not None:
             self.process.kill()
             self.process.join(5)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
 
     @property
     def exit_code(self) -> int | None:
@@ -3938,7 +4834,7 @@ class Slot:
 class Trouble:
     """What the transport did to one page so far."""
 
-    replies: int  # the server's, when the page was asked last
+    replies: int = 0  # the server's, at the page's last fault
     tries: int = 0
     own: int = 0  # faults while the server answered others
     free: bool = True  # a stale connection costs nothing, once
@@ -4021,6 +4917,10 @@ class Run:
         self.searching = True
         self.finished = False
         self.probing = False
+        self.checking: asyncio.Task[None] | None = None
+        self.trusted = asyncio.Event()  # nothing that the server said is written before
+        self.findings: list[Finding] = []
+        self.scaled = False  # whether it was said that the server scales images down
         self.started = time.time()
 
     # -- saying
@@ -4111,10 +5011,40 @@ class Run:
                 for number in todo:
                     slot = Slot(self.ready)
                     await slot.take()
+                    self.start_checking(group)
                     group.create_task(self.page(document, number, slot))
             self.searching = False
             self.show_totals()
         await self.doubt_twins()
+
+    def start_checking(self, group: asyncio.TaskGroup) -> None:
+        """Begins the check beside the first page that needs a reply: a run that asks nothing sends nothing."""
+        if not (self.settings.check and isinstance(self.engine, Server)):
+            self.trusted.set()
+        elif self.checking is None:
+            self.checking = group.create_task(self.check_server(self.engine))
+
+    async def check_server(self, server: Server) -> None:
+        """Asks for two pages of known text. Raises NoServer when the replies show that no page's can be right."""
+        try:
+            canaries = await self.workers.run_again(RENDER_LIMIT, draw_canaries)
+        except (Crashed, TimeoutError, ImportError, OSError) as e:
+            self.findings = [Finding(DOUBT, f"left out, as the test pages cannot be drawn: {reason(e)}")]
+        else:
+            self.findings, _ = await examine(server, canaries, PAGE_FAULTS, self.pace.slot)
+        for finding in self.findings:
+            if finding.grade in (NOTE, DOUBT):
+                self.say("info" if finding.grade == NOTE else "warning", f"the server's check: {finding.said}")
+        if faults := [finding.said for finding in self.findings if finding.grade == FAULT]:
+            raise NoServer(f"{'; '.join(faults)} (--no-check reads all the same)")
+        self.trusted.set()
+
+    def compare_size(self, attempt: Attempt, picture: Picture) -> None:
+        """Says once that the server scales images down: a reply's prompt has fewer tokens than the image needs."""
+        needed = image_tokens(picture.sent)
+        if self.settings.check and not self.scaled and (attempt.prompt_tokens or needed) < 0.8 * needed:
+            self.scaled = True
+            self.say("warning", scales_down(attempt.prompt_tokens or 0, needed))
 
     async def tick(self) -> None:
         """Shows how it goes every second, also while nothing happens."""
@@ -4189,6 +5119,8 @@ class Run:
         todo = [number for number in document.numbers if number not in done]
         if not todo and not together:
             await self.put_together(document)
+        elif not todo and not has_searchable(document):
+            await self.make_searchable(document)
         return document, todo
 
     async def survey(self, found: Found, folder: Path) -> Document:
@@ -4250,6 +5182,24 @@ class Run:
             result = self.by_folder[document.folder][1]
             result.error = f"its pages are read, but cannot be put together: {type(e).__name__}: {reason(e)}"
             self.complain(document.source, result.error)
+        else:
+            await self.make_searchable(document)
+
+    async def make_searchable(self, document: Document) -> None:
+        """Writes the searchable copy that was asked for; one that cannot be made does not stop the others."""
+        if not self.settings.searchable_pdf:
+            return
+        limit = READ_LIMIT + 2.0 * len(document.numbers)
+        try:
+            await self.workers.run_again(limit, write_searchable, document)
+        except OutputError:
+            raise
+        except Exception as e:  # whatever a file can make qpdf, PDFium or Pillow raise
+            known = isinstance(e, (DocumentError, TimeoutError, Crashed))
+            why = str(e) if known else f"{type(e).__name__}: {reason(e)}"
+            result = self.by_folder[document.folder][1]
+            result.error = f"its pages are read, but it has no searchable copy: {why}"
+            self.complain(document.source, result.error)
 
     # -- pages
 
@@ -4270,8 +5220,10 @@ class Run:
                 if attempts and settled(attempts, self.settings.retries):
                     break
                 attempt = await self.ask(document, number, png, len(attempts), slot)
-                if short := context_too_small(attempt, self.settings):
+                if short := context_too_small(attempt, self.settings, self.engine.model.max_model_len):
                     raise NoServer(short)  # the page is not done: a server with more room reads it
+                await self.trusted.wait()
+                self.compare_size(attempt, picture)
                 attempts.append(attempt)
                 if settled(attempts, self.settings.retries):
                     break
@@ -4302,7 +5254,7 @@ class Run:
             except TimeoutError:
                 why = f"drawing the page took more than {RENDER_LIMIT:.0f} s"
             except Crashed as e:
-                why = f"drawing the page failed: {e}"
+                why = f"PDFium crashed or ran out of memory drawing the page ({e})"
             except PageError:
                 raise
             except Exception as e:  # whatever a file can make PDFium or Pillow raise
@@ -4319,12 +5271,12 @@ class Run:
         The image is gone once it is sent, so that pages in flight weigh nothing; a fault draws it again.
         """
         sampled = sampling(attempt)
-        trouble = Trouble(self.gate.replies)
+        trouble = Trouble()
         while True:
             try:
                 async with self.pace.slot() as answered, self.gate.passing(trouble.free):
                     self.show_totals()
-                    answer = await self.engine.ask(png, sampled, slot.give_back)
+                    answer = await self.engine.ask(png, sampled, slot.give_back, fresh=not trouble.free)
                     answered(answer)
                 break
             except Fault as fault:
@@ -4352,10 +5304,11 @@ class Run:
     async def weigh(self, fault: Fault, trouble: Trouble) -> None:
         """Counts the faults that are a page's own: those while the server answers others. Raises PageError."""
         trouble.tries += 1
-        others = self.gate.replies > trouble.replies
+        # Since its last fault: the first one may be the end of a server that answered others until then.
+        others = trouble.tries > 1 and self.gate.replies > trouble.replies
         if others and time.monotonic() - trouble.since > max(self.settings.patience, 1.0):
             raise PageError(f"no reply for {self.settings.patience:.0f} s while the server answered others: {fault}")
-        if not others and fault.own and (trouble.own or self.gate.in_row >= 3):
+        if not others and fault.own and (trouble.own or trouble.tries >= 3):
             others = await self.answers_another()
         trouble.own += others and fault.own
         trouble.replies = self.gate.replies
@@ -4466,7 +5419,8 @@ class Run:
             "prompt_sha256": self.wanted.prompt_sha256,
             "versions": {name: version_of(name) for name in PACKAGES},
             "server": {"model": model.name, "root": model.root, "max_model_len": model.max_model_len}
-            | {"version": self.engine.version, "limits": self.engine.limits},
+            | {"version": self.engine.version, "limits": self.engine.limits}
+            | {"check": [f"{finding.grade}: {finding.said}" for finding in self.findings]},
             "inputs": [show(Path(str(item))) for item in self.inputs],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
             "seconds": round(time.time() - self.started, 2),
@@ -4501,6 +5455,8 @@ PACKAGES = (
     "lxml",
     "nh3",
     "pillow",
+    "latex2mathml",
+    "pikepdf",
     "pillow-heif",
     "pypdfium2",
     "rapidocr",
@@ -4555,17 +5511,25 @@ def check_settings(settings: Settings) -> None:
         raise BadUsage(f"--engine {settings.engine}: vllm or cpu")
     if settings.math not in ("dollars", "brackets"):
         raise BadUsage(f"--math {settings.math}: dollars or brackets")
+    if settings.searchable_pdf and not importable("pikepdf"):
+        raise BadUsage("--searchable-pdf needs pikepdf: pip install -r requirements.txt")
     if settings.pages:
         parse_pages(settings.pages)
     if not re.match(r"https?://[^/\s]+", settings.url):
         raise BadUsage(f"--url {bare_url(settings.url)}: write it like http://localhost:8000/v1")
 
 
-def context_too_small(attempt: Attempt, settings: Settings) -> str | None:
-    """What to say when a reply was cut before max_tokens: the server has no room for it, nor for the next."""
+def context_too_small(attempt: Attempt, settings: Settings, context: int | None) -> str | None:
+    """What to say when a reply was cut before max_tokens: the server has no room for it, nor for the next.
+
+    `context`: the server's own word for its tokens, if it has one; a reply that ends far below it was cut for
+    another reason.
+    """
     tokens = attempt.completion_tokens
     # A few tokens less are another way to count, not a smaller context.
     if attempt.finish_reason != "length" or tokens is None or tokens >= settings.max_tokens - 8:
+        return None
+    if context and attempt.prompt_tokens is not None and attempt.prompt_tokens + tokens < context - 64:
         return None
     return (
         f"the server cut a reply at {tokens} of {settings.max_tokens} tokens: its context is too small. "
@@ -4646,6 +5610,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--headers-footers", action="store_true", help="keep page headers and footers in the markdown")
     add("--no-images", action="store_true", help="leave images and figures out")
     add("--math", choices=("dollars", "brackets"), default="dollars", help=r"$x$ or \(x\) (default: %(default)s)")
+    add("--searchable-pdf", action="store_true", help="write a copy of each document with invisible text to search in")
     add("--overwrite", action="store_true", help="ask again for pages that are done")
     add("--retry-suspect", action="store_true", help="ask again for suspect pages")
     add(
@@ -4657,7 +5622,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--timeout", type=float, metavar="SECONDS", default=1800.0, help="for one reply (default: %(default)g)")
     add("--wait", type=float, metavar="SECONDS", default=0.0, help="for a server that is still starting")
-    add("--check", action="store_true", help="only check the server")
+    add("--check", action="store_true", help="only check the server: its model, its context, two test pages")
+    add("--no-check", action="store_true", help="leave the short check out that goes before every run")
     add("--json", action="store_true", help="the run's summary as JSON on standard output")
     loud = parser.add_mutually_exclusive_group()
     loud.add_argument("-q", "--quiet", action="store_true", help="errors and the exit code only")
@@ -4677,7 +5643,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     names = {f.name for f in dataclasses.fields(Settings)}
     given = {name: value for name, value in vars(args).items() if name in names}
     key = args.api_key or os.environ.get("OCR_API_KEY") or None
-    return Settings(**given | {"images": not args.no_images, "password": password, "api_key": key})
+    switches = {"images": not args.no_images, "check": not args.no_check}
+    return Settings(**given | switches | {"password": password, "api_key": key})
 
 
 class Progress:
@@ -4690,7 +5657,13 @@ class Progress:
 
         self.verbose, self.quiet = verbose, quiet
         self.terminal = sys.stderr.isatty() and not quiet
-        self.bar = tqdm(unit="page", disable=not self.terminal, dynamic_ncols=True, total=0, smoothing=0.05)
+        self.bar = tqdm(
+            disable=not self.terminal,
+            dynamic_ncols=True,
+            total=0,
+            smoothing=0.05,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} pages [{elapsed}<{remaining}{postfix}]",
+        )
         self.started = self.last = time.monotonic()
         self.totals = Totals(0, 0, 0, 0, 0, 0, 0, 0, True)
 
@@ -4772,7 +5745,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise BadUsage("give files or folders to read; python ocr.py --help lists the options")
         progress = Progress(args.quiet, args.verbose)
         hooks = {"on_page": progress.page, "on_event": progress.event, "on_totals": progress.show}
-        result = run(args.inputs, args.out, settings, **hooks)  # type: ignore[arg-type]
+        with contextlib.closing(progress):
+            result = run(args.inputs, args.out, settings, **hooks)  # type: ignore[arg-type]
     except BadUsage as e:
         print(f"ocr.py: {e}", file=sys.stderr)
         return EXIT_USAGE
@@ -4792,13 +5766,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_INCOMPLETE
-    finally:
-        if progress:
-            progress.close()
-    if args.json:
-        print(json.dumps(result.summary, ensure_ascii=False, indent=1))
-    elif not args.quiet:
-        print("\n".join(summary_lines(result, Path(args.out))))
+    try:
+        if args.json:
+            print(json.dumps(result.summary, ensure_ascii=False, indent=1))
+        elif not args.quiet:
+            print("\n".join(summary_lines(result, Path(args.out))))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if result.exit_code == EXIT_NO_SERVER:
         print("ocr.py: what is done is kept; run the same command again to go on.", file=sys.stderr)
     return result.exit_code
@@ -4812,36 +5787,6 @@ def heed_termination() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
-
-
-async def check(settings: Settings) -> int:
-    """`--check`: says what the server is and whether it can do the job."""
-    if settings.engine == "cpu":
-        async with CpuEngine(settings) as engine:
-            await engine.connect()
-            print(f"RapidOCR {engine.version}: {engine.limits}")
-        return EXIT_OK
-    async with Server(settings) as server:
-        await server.connect()
-        model = server.model
-        print(
-            f"{bare_url(server.url)}: model {model.name} ({model.root or 'root unknown'}), "
-            f"version {server.version or 'unknown'}"
-        )
-        needed = settings.max_tokens + PROMPT_TOKENS
-        if model.max_model_len and model.max_model_len < needed:
-            print(
-                f"context: {model.max_model_len} tokens, and a full page with its longest reply needs {needed}: "
-                f"start it with --max-model-len {needed} or more"
-            )
-            return EXIT_NO_SERVER
-        print(f"context: {model.max_model_len or 'unknown'} tokens, {needed} needed")
-        started = time.monotonic()
-        if not await server.alive():
-            print("a page: no reply; see the server's log")
-            return EXIT_NO_SERVER
-        print(f"a page: answered in {time.monotonic() - started:.1f} s")
-    return EXIT_OK
 
 
 if __name__ == "__main__":

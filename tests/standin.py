@@ -239,12 +239,16 @@ def answer_by_page(folder: Path, index: Mapping[str, Sequence[int]] | None = Non
 
 
 def random_faults(rate: float, seed: int = 0, answer: Script = None) -> Callable[[Request], Says]:
-    """A script that fails a share of the requests, each kind alike; the same for the same seed, page and turn."""
+    """A script that fails a share of the requests, each kind alike; the same for the same seed, page and turn.
+
+    A fault that ends in a whole reply ends in what `answer` says; its errors and faults come as they are.
+    """
 
     def script(request: Request) -> Says:
         rng = random.Random(f"{seed} {request.page} {request.turn}")
-        if rng.random() >= rate:
-            return choose(answer, request)
+        said = choose(answer, request)
+        if rng.random() >= rate or not isinstance(said, Answer | None):
+            return said
         half = made_up_page(request.page)[:900]
         faults: tuple[Says, ...] = (
             Reset(rng.random()),
@@ -255,11 +259,11 @@ def random_faults(rate: float, seed: int = 0, answer: Script = None) -> Callable
             Status(503, kind="text", retry_after=0.05),
             Status(504, kind="empty"),
             Refuse(),
-            CloseAfter(),
-            Stale(),
-            Stall(rng.uniform(0, 0.5)),
+            CloseAfter(then=said),
+            Stale(then=said),
+            Stall(rng.uniform(0, 0.5), then=said),
             Stall(0.1, close=True),
-            Trickle(0.2),
+            Trickle(0.2, then=said),
             Answer(None),
             Answer(""),
             Answer(half, finish_reason="abort"),
