@@ -182,11 +182,10 @@ def profile_page(
     document: ocr.Document, number: int, wanted: ocr.Wanted, timed: Callable[[str, Callable[[], Any]], Any]
 ) -> None:
     page = timed("render", lambda: ocr.load_page(document, number, wanted.dpi)).image
-    small = timed("reduce, ink, colour", lambda: page.reduce(4))
-    timed("reduce, ink, colour", lambda: ocr.ink_share(small))
-    page = timed("reduce, ink, colour", lambda: ocr.as_grey(page, small)) or page
-    size = ocr.sent_size(*page.size)
-    scaled = timed("scale", lambda: page.resize(size, ocr.pillow().Resampling.LANCZOS))
+    small = timed("reduce, ink", lambda: page.reduce(4))
+    timed("reduce, ink", lambda: ocr.ink_share(small))
+    scaled = timed("scale", lambda: ocr.scale_page(page, small))
+    size = scaled.size
     png = timed("encode", lambda: ocr.encode_png(scaled))
     reply = made_up_page(f"{number:012d}", tokens=1000)
     blocks = timed("read", lambda: ocr.read_reply(reply))
