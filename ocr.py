@@ -1799,6 +1799,10 @@ class Pace:
 
         try:
             yield answered
+        except Fault as e:
+            if e.status in (429, 503) and epoch == self.epoch:  # once for all that were sent at this pace
+                self.fall_back(self.limit / 2)
+            raise
         finally:
             self.leave()
 
@@ -1855,6 +1859,8 @@ class Pace:
 
     def fall_back(self, limit: float) -> None:
         """Too many were in flight: fewer from now on, and slower growth after a while."""
+        if self.fixed:
+            return
         self.growth, self.holding, self.before = 1.5, 3, None
         self.change(min(self.limit, math.ceil(limit)))
 
@@ -5757,6 +5763,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     args = arguments().parse_args(argv)
+    keep_freed_memory()
     heed_termination()
     progress: Progress | None = None
     try:

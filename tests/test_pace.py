@@ -144,3 +144,17 @@ def test_metrics_are_summed_over_engines() -> None:
     totals = ocr.read_metrics(text)
     assert totals["num_requests_running"] == 7
     assert totals["other_total"] == 7
+
+
+def test_a_server_that_says_too_many_gets_half_once_for_all_it_turned_away() -> None:
+    async def run() -> int:
+        pace = ocr.Pace(None)
+        slots = [pace.slot() for _ in range(8)]
+        for slot in slots:
+            await slot.__aenter__()
+        for slot in slots:
+            fault = ocr.Fault("HTTP 429", status=429)
+            assert not await slot.__aexit__(type(fault), fault, None)
+        return pace.limit
+
+    assert asyncio.run(run()) == 16
