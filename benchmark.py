@@ -1,7 +1,11 @@
-"""Benchmarks for ocr.py: how well a server reads, told by the public benchmarks' own scorers.
+"""Benchmarks for ocr.py: how well and how fast a server reads, and whether another one reads the same.
 
-    python benchmark.py omni   --out runs/omni   --score      omni_parse_bench: text, tables and layout of pages
-    python benchmark.py olmocr --out runs/olmocr --score      olmOCR-bench: facts about pages, checked in the markdown
+    python benchmark.py omni    --out runs/omni   --score     omni_parse_bench: text, tables and layout of pages
+    python benchmark.py olmocr  --out runs/olmocr --score     olmOCR-bench: facts about pages, checked in the markdown
+    python benchmark.py speed   --data FILES --out runs/speed tokens/s and pages/s at 1 to 640 requests in flight
+    python benchmark.py own     --data FOLDER --out runs/own  a private test set: pages with the text they should hold
+    python benchmark.py compare RUN... --with RUN...          groups of runs side by side, with intervals and diffs
+    python benchmark.py report  RUN...                        the model card's table
 
 The file reads in the order a benchmark goes:
     Settings      the pinned datasets and scorers
@@ -11,6 +15,9 @@ The file reads in the order a benchmark goes:
     omni          a raw reply -> the html and blocks that omni_parse_bench grades
     olmocr        the client's markdown, laid out as olmOCR-bench wants it
     Scorers       their own environments, running them, reading what they say
+    speed         the levels of a run, its table (the measuring is in benchmark_speed.py)
+    own           pages and expected texts from a folder or a table; grading
+    compare       and report: in benchmark_compare.py; the statistics of all in benchmark_stats.py
     Command       arguments and exit codes
 
 Exit codes are ocr.py's: 0 all pages have a reply (and the score was read); 1 some page has none, or the scorer failed;
@@ -30,6 +37,7 @@ import html
 import io
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -38,11 +46,14 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import benchmark_speed as loop
+import benchmark_stats as stats
 import ocr
 
 # Heavy packages (pyarrow, huggingface_hub, bs4, tqdm) are imported where they are used: `--help` answers at once.
@@ -336,6 +347,9 @@ def spread(items: Sequence[Item], count: int, seed: int) -> list[Item]:
 # -------------------------------------------------------------------------------------------------------- Run folder
 
 
+UNPACKED = "data"  # in a run's folder: the pages of a table, each in a file
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's folder and what its run.json holds."""
@@ -351,7 +365,7 @@ def open_run(folder: Path, benchmark: str, settings: Mapping[str, Any]) -> Run:
     """The run in `folder`: a new one, or the one that an earlier call with the same settings began. Raises BadUsage."""
     file = folder / "run.json"
     if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != UNPACKED for path in folder.iterdir()):
             raise ocr.BadUsage(f"{folder} holds files, but no run.json of a benchmark: give --out a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(folder, {"benchmark": benchmark, "settings": dict(settings), "created": now(), "sessions": []})
@@ -475,14 +489,20 @@ class Page:
 
 
 def ask(
-    run: Run, choice: Choice, client: ocr.Settings, write: Callable[[list[Page]], None], *, scoring: bool = False
+    run: Run,
+    choice: Choice,
+    client: ocr.Settings,
+    write: Callable[[list[Page]], None],
+    *,
+    gpu: str | None,
+    scoring: bool = False,
 ) -> int:
     """The chosen items read by the client, what the scorer reads written, run.json brought up to date; the exit code.
 
     A run in which all pages have a reply needs no server any more to be scored.
     """
     try:
-        note_server(run, asyncio.run(ask_server(client)))
+        note_server(run, asyncio.run(ask_server(client)) | gpu_facts(gpu, client))
     except ocr.NoServer:
         counts = run.record.get("pages")
         if not scoring or not counts or counts["failed"] or counts["missing"]:
@@ -492,7 +512,7 @@ def ask(
     pages, code = read_pages(run, choice, client)
     write(pages)
     write_totals(run, pages)
-    report(run, pages)
+    say_pages(run, pages)
     return code or int(run.record["pages"]["failed"] > 0)
 
 
@@ -598,7 +618,7 @@ def write_totals(run: Run, pages: Sequence[Page]) -> None:
     run.save()
 
 
-def report(run: Run, pages: Sequence[Page]) -> None:
+def say_pages(run: Run, pages: Sequence[Page]) -> None:
     """Says how the pages went; the client has said why pages failed while it ran."""
     counts, speed = run.record["pages"], run.record["pages_per_second"]
     failed = list(run.record["failed_pages"])
@@ -822,7 +842,9 @@ def omni(args: argparse.Namespace) -> int:
         print(f"{dataset.folder}: {note}", file=sys.stderr)
     run = open_run(args.out, OMNI.name, run_settings(dataset, choice, client))
     python = scorer_python(OMNI_SCORER, args.scorer_python) if args.score else None
-    code = ask(run, choice, client, lambda pages: write_predictions(run, dataset, pages), scoring=args.score)
+    code = ask(
+        run, choice, client, lambda pages: write_predictions(run, dataset, pages), gpu=args.gpu, scoring=args.score
+    )
     if python and worth_scoring(run):
         keep_score(run, score_omni(run, dataset, python), OMNI_SCORER, python)
     return code
@@ -962,7 +984,9 @@ def olmocr(args: argparse.Namespace) -> int:
     choice = choose(dataset.items, limit=args.limit, sample=args.sample, seed=args.seed, only=args.only)
     run = open_run(args.out, OLMOCR.name, run_settings(dataset, choice, client, args.repeats))
     python = scorer_python(OLMOCR_SCORER, args.scorer_python) if args.score else None
-    code = ask(run, choice, client, lambda pages: write_bench(run, dataset, choice, pages), scoring=args.score)
+    code = ask(
+        run, choice, client, lambda pages: write_bench(run, dataset, choice, pages), gpu=args.gpu, scoring=args.score
+    )
     if python and worth_scoring(run):
         keep_score(run, score_olmocr(run, python), OLMOCR_SCORER, python)
     return code
@@ -1186,6 +1210,505 @@ def show_progress(stream: IO[bytes], kept: bytearray) -> None:
         line.clear()
 
 
+# ---------------------------------------------------------------------------------------------------------------- speed
+
+
+def speed_settings(pages: loop.Pages, client: ocr.Settings, args: argparse.Namespace) -> dict[str, Any]:
+    """All that decides a level's figures but the server and how many are in flight; a folder holds levels of one."""
+    return {
+        "pages": len(pages.places),
+        "documents": len(pages.documents),
+        "pages_sha256": pages.sha256(),
+        "engine": client.engine,
+        "dpi": client.dpi,
+        "max_tokens": client.max_tokens,
+        "retries": client.retries,
+        "loop_stop": client.loop_stop,
+        "prompt_sha256": digest(ocr.prompt().encode()),
+        "mode": args.mode,
+        "prepared": args.prepared,
+        "seconds": args.seconds,
+        "warm_up": args.warm_up,
+    }
+
+
+def speed_inputs(data: Sequence[Path], unpacked: Path) -> list[Path]:
+    """Where the pages lie: files and folders, of a benchmark's folder only its pages; "omni", "olmocr": downloaded."""
+    inputs: list[Path] = []
+    for path in data:
+        source = {"omni": OMNI, "olmocr": OLMOCR}.get(str(path)) if not path.exists() else None
+        folder = download(source) if source else path
+        if folder.suffix == ".parquet":
+            inputs += [row.path for row in unpack_parquet([folder], unpacked, "image", None)]
+            continue
+        inside = [folder / name for name in ("pages", "pdfs", "bench_data/pdfs") if (folder / name).is_dir()]
+        listed_by = [*folder.glob("manifest.parquet"), *folder.glob("*.jsonl"), *folder.glob("bench_data/*.jsonl")]
+        inputs += inside if inside and listed_by else [folder]
+    return inputs
+
+
+async def measure_levels(args: argparse.Namespace, client: ocr.Settings) -> Run:
+    """The levels that are not measured yet, each written down when it is."""
+    drawing = ocr.Run(args.out, client, None, None, None)
+    drawing.workers.start()
+    try:
+        pages = await loop.find_pages(drawing, speed_inputs(args.data, args.out / UNPACKED), args.limit)
+        facts = await ask_server(client)
+        run = open_run(args.out, "speed", speed_settings(pages, client, args))
+        note_server(run, facts | gpu_facts(args.gpu, client))
+        run.record.update(data=[str(path) for path in args.data], unreadable_files=dict(pages.errors))
+        run.record.setdefault("levels", {})
+        run.record["sessions"].append({"started": now(), "commit": client_commit()})
+        run.save()
+        engine: Any = ocr.CpuEngine(client) if client.engine == "cpu" else ocr.Server(client)
+        async with engine as server, loop.Feed(drawing, pages, args.mode, max(args.levels)) as feed:
+            await server.connect()
+            await go_through_levels(run, server, feed, args)
+        return run
+    finally:
+        drawing.workers.stop()
+
+
+async def go_through_levels(run: Run, server: Any, feed: loop.Feed, args: argparse.Namespace) -> None:
+    status = Status()
+    if args.prepared:
+        status.say(f"drawing {len(feed.pages.places)} pages")
+        await feed.prepare()
+    plan = loop.Plan(args.seconds, args.warm_up, args.retries, args.loop_stop)
+    for places in args.levels:
+        if str(places) in run.record["levels"]:
+            status.keep(f"concurrency {places}: measured already; give another --out to measure it again")
+            continue
+        status.prefix = f"concurrency {places}: "
+        record, asked = await loop.measure(server, feed, places, plan, status.say)
+        run.record["levels"][str(places)] = {"at": now(), **record}
+        lines = [json.dumps(dataclasses.asdict(one)) for one in asked]
+        ocr.write_atomic(run.folder / f"requests-{places:04}.jsonl", "".join(line + "\n" for line in lines))
+        run.save()
+        status.keep(level_words(record))
+    status.keep("")
+
+
+class Status:
+    """What goes on: a line that is written over on a terminal, now and then a new one elsewhere."""
+
+    def __init__(self) -> None:
+        self.shown = 0.0
+        self.prefix = ""
+        self.terminal = sys.stderr.isatty()
+
+    def say(self, said: str) -> None:
+        if self.terminal:
+            print(f"\r\x1b[K{self.prefix}{said}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.shown > QUIET:
+            self.shown = time.monotonic()
+            print(self.prefix + said, file=sys.stderr)
+
+    def keep(self, said: str) -> None:
+        print(("\r\x1b[K" if self.terminal else "") + said, end="\n" if said else "", file=sys.stderr, flush=True)
+
+
+def level_words(record: Mapping[str, Any]) -> str:
+    """A level on a line, its warnings below."""
+    rates = f"{figure(record['tokens_per_second'])} tokens/s, {figure(record['pages_per_second'])} pages/s"
+    latency = record["latency"] or {}
+    half = f"p50 {latency['p50']:.2f} s, p99 {latency['p99']:.2f} s" if latency else "no page done"
+    return "\n  ".join([f"concurrency {record['concurrency']}: {rates}, {half}", *record["warnings"]])
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits that count, thousands apart; a dash for none."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def gpu_facts(given: str | None, client: ocr.Settings) -> dict[str, Any]:
+    """The GPU's name: --gpu, or what nvidia-smi says when the server is on this machine."""
+    host = urllib.parse.urlsplit(client.url).hostname
+    if given is None and client.engine == "vllm" and host in ("localhost", "127.0.0.1", "::1"):
+        with contextlib.suppress(ScorerError):
+            names = command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).strip().splitlines()
+            given = ", ".join(f"{n} x {name}" for name, n in collections.Counter(names).items()) or None
+    return {"gpu": given} if given else {}
+
+
+COLUMNS_OF_SPEED: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("in flight", lambda r: str(r["concurrency"])),
+    ("tokens/s", lambda r: figure(r["tokens_per_second"], 4)),
+    ("server's", lambda r: figure(r["server"] and r["server"]["tokens_per_second"], 4)),
+    ("pages/s", lambda r: figure(r["pages_per_second"])),
+    ("ms/page", lambda r: figure(r["ms_per_page"])),
+    ("p50 s", lambda r: figure(r["latency"] and r["latency"]["p50"])),
+    ("p95 s", lambda r: figure(r["latency"] and r["latency"]["p95"])),
+    ("p99 s", lambda r: figure(r["latency"] and r["latency"]["p99"])),
+    ("errors", lambda r: str(r["errors"])),
+    ("retries", lambda r: share(r["retries"]["share_of_tokens"])),
+    ("accepted length", lambda r: figure(mtp_of(r).get("mean_accepted_length"))),
+    ("accepted by position", lambda r: " ".join(share(n) for n in mtp_of(r).get("acceptance") or []) or "-"),
+    ("KV", lambda r: share(((r["server"] or {}).get("kv_use") or {}).get("max"))),
+    ("preempted", lambda r: figure((r["server"] or {}).get("preemptions"))),
+    ("waiting", lambda r: figure(((r["server"] or {}).get("waiting") or {}).get("mean"))),
+    ("client cores", lambda r: figure(r["client"]["cores"])),
+    ("client-limited", lambda r: "yes" if loop.client_limit(r) else "no"),
+)
+
+
+def mtp_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (record["server"] or {}).get("mtp") or {}
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%" if value >= 0.1 or not value else f"{100 * value:.1f}%"
+
+
+def speed_table(record: Mapping[str, Any]) -> str:
+    """The levels of a run as a markdown table, the warnings and the conditions below."""
+    levels = sorted(record["levels"].values(), key=lambda level: level["concurrency"])
+    rows = [[name for name, _ in COLUMNS_OF_SPEED], ["---:"] * len(COLUMNS_OF_SPEED)]
+    rows += [[cell(level) for _, cell in COLUMNS_OF_SPEED] for level in levels]
+    lines = ["| " + " | ".join(row) + " |" for row in rows] + [""]
+    for level in levels:
+        lines += [f"- {level['concurrency']} in flight: {warning}" for warning in level["warnings"]]
+        if saved := level.get("loop_stop"):
+            lines.append(f"- {level['concurrency']} in flight: {saved_words(saved)}")
+    return "\n".join([*lines, f"- {conditions(record)}"])
+
+
+def saved_words(saved: Mapping[str, Any]) -> str:
+    if not saved["stopped_replies"]:
+        return "loop stop: no reply was stopped, so no token was saved"
+    words = f"loop stop: {saved['stopped_replies']} replies ({saved['stopped_pages']} pages) were stopped"
+    if not saved["asked_again"]:
+        return f"{words}; what they would have cost is not known"
+    both = f"{saved['tokens_with']} tokens instead of {saved['tokens_without']}"
+    both += f" on {saved['asked_again']} pages asked both ways"
+    return f"{words}: {both}; {share(saved['saved_share'])} of all tokens saved"
+
+
+def conditions(record: Mapping[str, Any]) -> str:
+    """What a run's figures hold for, on a line."""
+    server, settings = record.get("server") or {}, record["settings"]
+    facts = [
+        server.get("checkpoint") or server.get("model"),
+        f"{server.get('engine', 'vllm')} {server.get('version') or '(version unknown)'}",
+        f"{server['speculative_tokens']} speculative tokens" if server.get("speculative_tokens") else None,
+        server.get("gpu") or "GPU not told (--gpu)",
+        f"{settings['dpi']} dpi",
+        f"{settings['pages']} pages, mode {settings['mode']}" if "mode" in settings else settings.get("selection"),
+        "pages drawn before" if settings.get("prepared") else None,
+        "loop stop on" if settings.get("loop_stop") else None,
+        f"{settings['retries']} retries" if settings.get("retries") and "mode" in settings else None,
+        record["created"][:10],
+    ]
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def speed(args: argparse.Namespace) -> int:
+    """The `speed` command."""
+    allow_connections(max(args.levels))
+    client = client_settings(args)
+    run = asyncio.run(measure_levels(args, client))
+    table = speed_table(run.record)
+    ocr.write_atomic(run.folder / "speed.md", table + "\n")
+    print(table)
+    for name, error in run.record["unreadable_files"].items():
+        print(f"{name}: {error}", file=sys.stderr)
+    whole = not run.record["unreadable_files"] and not any(
+        level["errors"] or level["unreadable_pages"] or not level["replies"] for level in run.record["levels"].values()
+    )
+    return 0 if whole else 1
+
+
+def allow_connections(count: int) -> None:
+    """Lifts the limit of open files where so many connections need it; Windows has none."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = count + 512
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+# --------------------------------------------------------------------------------------------------------------- own
+
+PAGE_TYPES = frozenset(".pdf .png .jpg .jpeg .tif .tiff .webp .bmp .gif .jp2 .heic .heif .avif .ppm .pgm .pbm".split())
+TEXT_TYPES = (".md", ".txt")
+TEXT_COLUMNS = ("text", "markdown", "ground_truth", "expected", "transcription")  # the first that is there
+
+
+@dataclass(frozen=True)
+class Row:
+    """A page of a table of images and texts, its image put into a file."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private test set: its items and what each should hold."""
+
+    dataset: Dataset
+    expected: Mapping[str, stats.Expected]  # by item
+
+
+def read_private(args: argparse.Namespace) -> Private:
+    """The test set that --data names: a folder of pages and texts, parquet files, or a dataset of the Hub."""
+    path: Path = args.data
+    unpacked = args.out / UNPACKED
+    columns = (args.image_column, args.text_column)
+    if path.suffix == ".parquet" and path.is_file():
+        return private_table(path, unpack_parquet([path], unpacked, *columns))
+    if path.is_dir():
+        tables = sorted(path.rglob("*.parquet"))
+        return private_table(path, unpack_parquet(tables, unpacked, *columns)) if tables else private_folder(path)
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ocr.BadUsage(f"--data {path}: give a folder, a .parquet file, or a dataset of the Hub as OWNER/NAME")
+    return private_table(path, unpack_rows(hub_rows(str(path), args.split, args.revision), unpacked, *columns))
+
+
+def private_folder(folder: Path) -> Private:
+    """page.pdf (or an image) and page.md or page.txt beside it. Raises BadUsage for what is ambiguous, or nothing."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    pages: dict[Path, list[Path]] = {}
+    texts: dict[Path, list[Path]] = {}
+    for path in files:
+        kinds = pages if path.suffix.lower() in PAGE_TYPES else texts if path.suffix.lower() in TEXT_TYPES else None
+        if kinds is not None:
+            kinds.setdefault(path.with_suffix(""), []).append(path)
+    problems = [
+        f"{' and '.join(path.relative_to(folder).as_posix() for path in both)} have one name: which belongs to which?"
+        for kinds in (pages, texts)
+        for stem, both in kinds.items()
+        if len(both) > 1 and stem in pages and stem in texts
+    ]
+    paired = [stem for stem in pages if stem in texts]
+    items, expected = [], {}
+    for stem in paired:
+        page, text = pages[stem][0], texts[stem][0]
+        name = page.relative_to(folder).as_posix()
+        items.append(Item(name, suite_of(name), page))
+        try:
+            words = text.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as e:
+            problems.append(f"{text.relative_to(folder)}: {getattr(e, 'strerror', None) or 'is not UTF-8 text'}")
+            continue
+        expected[name] = stats.expected_markdown(words) if text.suffix.lower() == ".md" else stats.expected_text(words)
+    problems += [] if paired else ["no page has its text beside it (page.pdf and page.md or page.txt)"]
+    refuse_dataset("test set", folder, problems)
+    alone = [path.relative_to(folder).as_posix() for stem in pages if stem not in texts for path in pages[stem]]
+    return private_set(folder, items, expected, tuple(f"{name} has no text beside it: left out" for name in alone))
+
+
+def suite_of(name: str) -> str:
+    return name.rpartition("/")[0] or "pages"
+
+
+def private_set(
+    source: Path, items: Sequence[Item], expected: Mapping[str, stats.Expected], notes: tuple[str, ...] = ()
+) -> Private:
+    if not any(one.count for one in expected.values()):
+        raise ocr.BadUsage(f"{source}: every expected text is empty, so there is nothing to find; nothing was sent")
+    said = [f"{name}\n{one.lines}\n{one.cells}" for name, one in expected.items()]
+    pages = [f"{item.id} {file_sha256(item.path)}" for item in items]
+    sha256 = digest("\n".join(said + pages).encode())
+    return Private(Dataset("own", source, None, sha256, tuple(items), notes), expected)
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def private_table(source: Path, rows: Sequence[Row]) -> Private:
+    """The rows of a table as a test set; their texts are read as markdown, which a plain text is too."""
+    items = [Item(row.path.stem, "rows", row.path) for row in rows]
+    expected = {row.path.stem: stats.expected_markdown(row.text) for row in rows}
+    return private_set(source, items, expected)
+
+
+def unpack_parquet(files: Sequence[Path], folder: Path, image: str | None, text: str | None) -> list[Row]:
+    """The images of parquet files, each put into a file of `folder`. Raises BadUsage."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ocr.BadUsage("reading parquet needs pyarrow: pip install -r requirements-bench.txt") from None
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        for file in files:
+            try:
+                for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=16):
+                    yield from batch.to_pylist()
+            except (OSError, pyarrow.ArrowException) as e:
+                raise ocr.BadUsage(f"{file} cannot be read: {(str(e).splitlines() or [''])[0][:200]}") from None
+
+    return unpack_rows(rows(), folder, image, text)
+
+
+def hub_rows(name: str, split: str, revision: str | None) -> Iterator[Mapping[str, Any]]:
+    """The rows of a dataset on the Hugging Face Hub, images undecoded. Raises BadUsage."""
+    try:
+        import datasets
+    except ImportError:
+        raise ocr.BadUsage("a dataset of the Hub needs datasets: pip install datasets; or give a folder") from None
+    try:
+        table = datasets.load_dataset(name, split=split, revision=revision)
+        for column, kind in table.features.items():
+            if isinstance(kind, datasets.Image):
+                table = table.cast_column(column, datasets.Image(decode=False))
+    except Exception as e:  # the Hub's client raises errors of a dozen families; each means there is no dataset
+        words = str(e).strip().splitlines() or [""]
+        raise ocr.BadUsage(f"--data {name}: {type(e).__name__}: {words[0][:300]}") from None
+    yield from table
+
+
+def unpack_rows(rows: Iterable[Mapping[str, Any]], folder: Path, image: str | None, text: str | None) -> list[Row]:
+    """Each row's image as a file named by its number, and its text. Raises BadUsage."""
+    found: list[Row] = []
+    for number, row in enumerate(rows):
+        image = image or next((name for name in ("image", "page", "pdf") if name in row), "image")
+        text_column = text or next((name for name in TEXT_COLUMNS if name in row), TEXT_COLUMNS[0])
+        if image not in row or text_column not in row:
+            raise ocr.BadUsage(
+                f"the table has the columns {', '.join(row)}: name those of the page and its text with --image-column "
+                "and --text-column"
+            )
+        data = row[image]["bytes"] if isinstance(row[image], Mapping) else row[image]
+        if not isinstance(data, bytes) or not data:
+            raise ocr.BadUsage(f"row {number}: column {image} holds no image's bytes")
+        path = folder / f"{number:06}{'.pdf' if data[:1024].find(b'%PDF-') >= 0 else '.img'}"
+        if not path.exists() or path.stat().st_size != len(data):
+            folder.mkdir(parents=True, exist_ok=True)
+            ocr.write_atomic(path, data)
+        found.append(Row(path, str(row[text_column] or "")))
+    if not found:
+        raise ocr.BadUsage("the table has no rows; nothing was sent")
+    return found
+
+
+def grade_private(run: Run, private: Private, pages: Sequence[Page], tolerance: float) -> None:
+    """Grades every item and writes it to own.jsonl and the score to run.json. A failed page holds nothing."""
+    by_item: dict[str, list[Page]] = {}
+    for page in pages:
+        by_item.setdefault(page.item.id, []).append(page)
+    lines = []
+    for name, its_pages in by_item.items():
+        read = [page for page in its_pages if page.result and page.status not in (ocr.FAILED, "missing")]
+        replies = [ocr.raw_reply(page.result.folder, page.number) for page in read if page.result]
+        graded = stats.grade(private.expected[name], [stats.seen(reply) for reply in replies], tolerance)
+        lines.append(
+            {
+                "page": name,
+                "suite": its_pages[0].item.suite,
+                "failed": len(its_pages) - len(read),
+                "expected": graded.expected,
+                "found": graded.found,
+                "rate": graded.rate,
+                "extra_words": round(graded.extra_words, 4),
+                "missed": list(graded.missed),
+                "verdicts": [int(found) for found in graded.verdicts],
+            }
+        )
+    said = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    ocr.write_atomic(run.folder / "own.jsonl", said)
+    run.record["score"] = private_score(lines, tolerance) | {"dpi": run.record["settings"]["dpi"], "at": now()}
+
+
+def private_score(lines: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
+    """The share of all expected lines and cells that were found, with its interval over the pages."""
+    suites: dict[str, list[int]] = {}
+    for line in lines:
+        counts = suites.setdefault(line["suite"], [0, 0])
+        counts[0] += line["found"]
+        counts[1] += line["expected"]
+    interval = stats.bootstrap(
+        [(line["found"], line["expected"]) for line in lines], lambda sums: stats.ratio(sums[:, 0], sums[:, 1])
+    )
+    return {
+        "headline": interval.value,
+        "interval": [interval.low, interval.high],
+        "is": "share of the expected lines and cells that were found",
+        "tolerance": tolerance,
+        "parts": {
+            suite: {"score": found / expected, "passed": found, "tests": expected}
+            for suite, (found, expected) in suites.items()
+            if expected
+        },
+        "extra_words": round(sum(line["extra_words"] for line in lines) / len(lines), 4),
+        "scorer": "benchmark.py own",
+    }
+
+
+WORST = 10  # pages named on the terminal
+
+
+def private_words(run: Run) -> str:
+    """The score, and the pages that miss most."""
+    score = run.record["score"]
+    low, high = score["interval"]
+    sure = "one page, so no interval" if low is None else f"95% {100 * low:.1f} to {100 * high:.1f}"
+    lines = [
+        f"own: {100 * score['headline']:.1f}% of the expected lines and cells found ({sure}; tolerance "
+        f"{score['tolerance']:g} edits a character)"
+    ]
+    if len(score["parts"]) > 1:
+        lines += [f"  {name:24}{100 * part['score']:6.1f}  of {part['tests']}" for name, part in score["parts"].items()]
+    pages = [json.loads(line) for line in (run.folder / "own.jsonl").read_text(encoding="utf-8").splitlines()]
+    worst = sorted((page for page in pages if page["missed"]), key=lambda page: page["rate"])
+    for page in worst[:WORST]:
+        found = f"{page['found']} of {page['expected']}" + (", failed" if page["failed"] else "")
+        lines.append(f"  {page['page']}: {found}; not found: {page['missed'][0][:60]!r}")
+    lines += [f"  and {len(worst) - WORST} more; all are in {run.folder / 'own.jsonl'}"] if len(worst) > WORST else []
+    return "\n".join(lines)
+
+
+def own(args: argparse.Namespace) -> int:
+    """The `own` command."""
+    client = client_settings(args)
+    private = read_private(args)
+    choice = choose(private.dataset.items, limit=args.limit, sample=args.sample, seed=args.seed, only=args.only)
+    for note in listed(private.dataset.notes):
+        print(f"{private.dataset.folder}: {note}", file=sys.stderr)
+    run = open_run(args.out, "own", run_settings(private.dataset, choice, client))
+    code = ask(run, choice, client, lambda pages: grade_private(run, private, pages, args.tolerance), gpu=args.gpu)
+    run.save()
+    if not run.record["stopped"]:
+        print(private_words(run))
+    return code
+
+
+# ------------------------------------------------------------------------------------------------ compare and report
+
+
+def compare(args: argparse.Namespace) -> int:
+    """The `compare` command."""
+    import benchmark_compare
+
+    groups = [args.runs, *args.others]
+    options = benchmark_compare.Options(args.anyway, args.diffs, args.resamples, args.seed)
+    print(benchmark_compare.compare(groups, args.names, args.out, options))
+    print(f"\n{args.out}: compare.md, compare.json, compare.png, pages.html", file=sys.stderr)
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """The `report` command."""
+    import benchmark_compare
+
+    table, left_out = benchmark_compare.report(args.runs, args.concurrency)
+    if args.out:
+        ocr.write_atomic(args.out, table + "\n")
+    print(table)
+    for line in left_out:
+        print(line, file=sys.stderr)
+    return 0
+
+
 # ----------------------------------------------------------------------------------------------------------- Command
 
 
@@ -1204,7 +1727,31 @@ def count(text: str) -> int:
     return int(text)
 
 
-def client_options() -> argparse.ArgumentParser:
+def several(text: str) -> list[int]:
+    """Whole numbers from 1, between commas; in order, each once."""
+    return sorted({count(part) for part in text.split(",")})
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def number(text: str) -> float:
+    """A number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+    return value
+
+
+def server_options(retries: int) -> argparse.ArgumentParser:
     """The options of every command that asks a server; they mean what they mean to ocr.py."""
     default = ocr.Settings()
     parser = argparse.ArgumentParser(add_help=False)
@@ -1218,49 +1765,154 @@ def client_options() -> argparse.ArgumentParser:
         "--dpi", type=int, metavar="N", default=default.dpi, help="150: the model card's; 300: the benchmarks' authors'"
     )
     add("--max-tokens", type=int, metavar="N", default=default.max_tokens, help="of a reply (default: %(default)s)")
-    add("--retries", type=int, metavar="N", default=default.retries, help="of a looping reply (default: %(default)s)")
+    add("--retries", type=int, metavar="N", default=retries, help="of a looping reply (default: %(default)s)")
     add("--loop-stop", action="store_true", help="let vLLM's repetition detector end a looping reply early")
-    add("--retry-suspect", action="store_true", help="ask again for suspect pages")
-    add("--concurrency", type=int, metavar="N", help="pages at the server at once (default: follow the server)")
     add("--workers", type=int, metavar="N", help="render processes (default: one a core)")
+    add("--timeout", type=float, metavar="SECONDS", default=default.timeout, help="for one reply")
+    add("--wait", type=float, metavar="SECONDS", default=default.wait, help="for a server that is still starting")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="the server's GPU, for the report (default: nvidia-smi's, when it is this machine)",
+    )
+    return parser
+
+
+def client_options() -> argparse.ArgumentParser:
+    """The options of the commands that run the whole client."""
+    default = ocr.Settings()
+    parser = server_options(default.retries)
+    add = parser.add_argument
+    add("--retry-suspect", action="store_true", help="ask again for suspect pages")
+    add("--no-check", dest="check", action="store_false", help="leave out the short check before the pages")
+    add("--concurrency", type=int, metavar="N", help="pages at the server at once (default: follow the server)")
     add(
         "--patience", type=float, metavar="SECONDS", default=default.patience, help="with a server that stops answering"
     )
-    add("--timeout", type=float, metavar="SECONDS", default=default.timeout, help="for one reply")
-    add("--wait", type=float, metavar="SECONDS", default=default.wait, help="for a server that is still starting")
+    return parser
+
+
+def choice_options() -> argparse.ArgumentParser:
+    """The options that choose a part of a test set."""
+    parser = argparse.ArgumentParser(add_help=False)
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--limit", type=count, metavar="N", default=0, help="only the first N")
+    part.add_argument("--sample", type=count, metavar="N", default=0, help="only N, at random, spread over the suites")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of --sample (default: %(default)s)")
+    parser.add_argument("--only", type=Path, metavar="FILE", help="only those that FILE names, one a line")
     return parser
 
 
 def scored_options() -> argparse.ArgumentParser:
     """The options of the commands that run a public benchmark."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, parents=[choice_options()])
     add = parser.add_argument
     add("--out", type=Path, metavar="DIR", required=True, help="the run's folder; the same command again goes on there")
     add("--data", type=Path, metavar="DIR", help="the dataset's folder (default: download the pinned revision)")
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument("--limit", type=count, metavar="N", default=0, help="only the first N")
-    part.add_argument("--sample", type=count, metavar="N", default=0, help="only N, at random, spread over the suites")
-    add("--seed", type=int, metavar="N", default=0, help="of --sample (default: %(default)s)")
-    add("--only", type=Path, metavar="FILE", help="only those that FILE names, one a line")
     add("--score", action="store_true", help="run the benchmark's own scorer when the pages are read")
     add("--scorer-python", type=Path, metavar="PATH", help="the Python that has it (default: install it in .scorers)")
     return parser
 
 
+def speed_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add(
+        "--data", type=Path, metavar="PATH", nargs="+", required=True, help="files, folders; omni or olmocr: downloaded"
+    )
+    add("--out", type=Path, metavar="DIR", required=True, help="the run's folder; levels measured there are kept")
+    add(
+        "--concurrency",
+        dest="levels",
+        type=several,
+        metavar="N,N",
+        default=[1, 16, 64, 256, 640],
+        help="requests in flight, a level each (default: 1,16,64,256,640)",
+    )
+    add("--seconds", type=positive, metavar="S", default=120.0, help="of each level's window (default: %(default)g)")
+    add("--warm-up", type=number, metavar="S", help="before the window opens (default: until replies come evenly)")
+    add("--mode", choices=("page", "document"), default="page", help="document: its pages one after the other")
+    add("--prepared", action="store_true", help="draw all pages before the clock starts")
+    add("--limit", type=count, metavar="N", default=0, help="only the first N pages")
+    return parser
+
+
+def own_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[choice_options()])
+    add = parser.add_argument
+    add("--data", type=Path, metavar="PATH", required=True, help="a folder, a .parquet file, or OWNER/NAME of the Hub")
+    add("--out", type=Path, metavar="DIR", required=True, help="the run's folder; the same command again goes on there")
+    add(
+        "--tolerance",
+        type=number,
+        metavar="SHARE",
+        default=stats.TOLERANCE,
+        help="edits allowed for each character of a line or cell (default: %(default)g, one for each whole 20)",
+    )
+    add("--image-column", metavar="NAME", help="of a table: the page's image or PDF (default: image, page or pdf)")
+    add("--text-column", metavar="NAME", help=f"of a table: what it should hold (default: {', '.join(TEXT_COLUMNS)})")
+    add("--split", metavar="NAME", default="test", help="of a dataset of the Hub (default: %(default)s)")
+    add("--revision", metavar="COMMIT", help="of a dataset of the Hub")
+    return parser
+
+
+def compare_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="folders of the first group: what the others are measured by")
+    add(
+        "--with",
+        dest="others",
+        type=Path,
+        nargs="+",
+        action="append",
+        metavar="RUN",
+        required=True,
+        help="folders of another group; give it again for a third",
+    )
+    add("--out", type=Path, metavar="DIR", default=Path("comparison"), help="(default: %(default)s)")
+    add("--names", nargs="+", metavar="NAME", help="of the groups in order (default: from their folders' names)")
+    add("--anyway", action="store_true", help="compare runs of different pages or dpi too")
+    add("--diffs", type=int, metavar="N", default=100, help="pages shown with their diff (default: %(default)s)")
+    add("--resamples", type=count, metavar="N", default=stats.RESAMPLES, help="of the bootstrap (default: %(default)s)")
+    add("--seed", type=int, metavar="N", default=0, help="of the bootstrap (default: %(default)s)")
+    return parser
+
+
+def report_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of finished runs")
+    parser.add_argument("--concurrency", type=count, metavar="N", default=640, help="level of the throughput row")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there too")
+    return parser
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Benchmarks for ocr.py, scored by the benchmarks' own scorers.")
+    parser = argparse.ArgumentParser(
+        description="Benchmarks for ocr.py: how well and how fast a server reads, and whether another reads the same."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
-        options = commands.add_parser(
-            run.__name__, parents=[scored_options(), client_options()], help=about, description=about
-        )
-        options.set_defaults(command=run)
-        return options
+    def command(
+        run: Callable[[argparse.Namespace], int], about: str, *options: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(run.__name__, parents=options, help=about, description=about)
+        added.set_defaults(command=run)
+        return added
 
-    command(omni, "omni_parse_bench: text, tables and layout (--limit, --sample and --only count pages)")
-    of_pdfs = command(olmocr, "olmOCR-bench: facts about pages (--limit, --sample and --only count PDFs)")
-    of_pdfs.add_argument("--repeats", type=count, metavar="N", default=1, help="greedy passes (default: %(default)s)")
+    of_pages = "omni_parse_bench: text, tables and layout (--limit, --sample and --only count pages)"
+    command(omni, of_pages, scored_options(), client_options())
+    of_pdfs = "olmOCR-bench: facts about pages (--limit, --sample and --only count PDFs)"
+    repeated = command(olmocr, of_pdfs, scored_options(), client_options())
+    repeated.add_argument("--repeats", type=count, metavar="N", default=1, help="greedy passes (default: %(default)s)")
+    command(
+        speed, "how fast a server reads, at several numbers of requests in flight", speed_options(), server_options(0)
+    )
+    command(own, "a private test set: pages with the text they should hold", own_options(), client_options())
+    command(
+        compare, "groups of finished runs side by side: scores, speed, and the pages that differ", compare_options()
+    )
+    command(report, "the model card's table from finished runs", report_options())
     return parser.parse_args(argv)
 
 

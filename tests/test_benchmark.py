@@ -284,7 +284,7 @@ def test_a_changed_setting_is_refused_with_what_changed(
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with Standin(by_page, seconds=0.5) as server:
-        words = ["omni", "--data", OMNI, "--out", tmp_path, "--url", server.url, "--concurrency", "1"]
+        words = ["omni", "--data", OMNI, "--out", tmp_path, "--url", server.url, "--concurrency", "1", "--no-check"]
         killed = subprocess.Popen([sys.executable, ROOT / "benchmark.py", *map(str, words)], stderr=subprocess.DEVNULL)
         wait_for(lambda: len(list((tmp_path / "ocr").rglob("pages/0001.json"))) >= 2)
         killed.send_signal(signal.SIGKILL)
@@ -320,7 +320,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_page_that_fails_and_then_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Standin(failing("shallow shelf")) as server:
-        words = ["omni", "--data", OMNI, "--out", tmp_path, "--url", server.url]
+        words = ["omni", "--data", OMNI, "--out", tmp_path, "--url", server.url, "--no-check"]
         assert run(*words) == 1
         assert "waves_p2.pdf, page 1:" in capsys.readouterr().err
         assert not (tmp_path / "predictions/waves_p2.json").exists()
@@ -365,7 +365,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_bench_folder_holds_what_the_scorer_reads_and_nothing_else(tmp_path: Path, perfect: Standin) -> None:
-    words = ["olmocr", "--data", OLMOCR, "--out", tmp_path, "--url", perfect.url, "--repeats", 2]
+    words = ["olmocr", "--data", OLMOCR, "--out", tmp_path, "--url", perfect.url, "--repeats", 2, "--no-check"]
     assert run(*words) == 0
     given, made = tree(OLMOCR), tree(tmp_path / "bench")
     pages = {name: text for name, text in made.items() if name.startswith("chandra/")}
