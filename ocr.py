@@ -2022,6 +2022,19 @@ def quoted(texts: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(repr(clip(TAGS.sub(" ", text), 60)) for text in texts))
 
 
+TEXT_TOKENS = 700  # the prompt without an image is shorter
+
+
+def counts_images(answers: Sequence[Answer]) -> bool:
+    """Whether the prompts' tokens follow the pictures, as a model server's do: two sizes differ, or none is counted.
+
+    A server that tells any picture the same was put there to answer so (a test's, a recording's): a run warns of its
+    replies and goes on.
+    """
+    counts = [answer.prompt_tokens for answer in answers]
+    return None not in counts and (len(set(counts)) > 1 or any((count or 0) < TEXT_TOKENS for count in counts))
+
+
 def judge_sight(canaries: Sequence[Canary], answers: Sequence[Answer]) -> Finding:
     """Whether the server scales large images down: their prompt then has fewer tokens than their size needs."""
     (small, large), (few, many) = canaries, (answer.prompt_tokens for answer in answers)
@@ -5060,7 +5073,9 @@ class Run:
         except (Crashed, TimeoutError, ImportError, OSError) as e:
             self.findings = [Finding(DOUBT, f"left out, as the test pages cannot be drawn: {reason(e)}")]
         else:
-            self.findings, _ = await examine(server, canaries, PAGE_FAULTS, self.pace.slot)
+            self.findings, answers = await examine(server, canaries, PAGE_FAULTS, self.pace.slot)
+            if not counts_images(answers):
+                self.findings = [f._replace(grade=DOUBT) if f.grade == FAULT else f for f in self.findings]
         for finding in self.findings:
             if finding.grade in (NOTE, DOUBT):
                 self.say("info" if finding.grade == NOTE else "warning", f"the server's check: {finding.said}")

