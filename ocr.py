@@ -4647,9 +4647,7 @@ class CpuEngine:
     async def alive(self) -> bool:
         return True
 
-    async def ask(
-        self, png: list[bytes], sampled: Sampling, sent: Callable[[], None], fresh: bool = False
-    ) -> Answer:
+    async def ask(self, png: list[bytes], sampled: Sampling, sent: Callable[[], None], fresh: bool = False) -> Answer:
         """A page read on this machine; the sampling makes no difference. Raises Refused."""
         started = time.monotonic()
         sent()
