@@ -389,6 +389,18 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def asking_settings(client: ocr.Settings) -> dict[str, Any]:
+    """What decides the requests of any run, beside its sampling."""
+    return {
+        "engine": client.engine,
+        "dpi": client.dpi,
+        "max_tokens": client.max_tokens,
+        "retries": client.retries,
+        "loop_stop": client.loop_stop,
+        "prompt_sha256": digest(ocr.prompt().encode()),
+    }
+
+
 def run_settings(dataset: Dataset, choice: Choice, client: ocr.Settings, repeats: int = 1) -> dict[str, Any]:
     """All that decides what is asked and scored but the model (`note_server`); a folder holds a run of one of these."""
     names = "\n".join(item.id for item in choice.items)
@@ -400,12 +412,7 @@ def run_settings(dataset: Dataset, choice: Choice, client: ocr.Settings, repeats
         "items": len(choice.items),
         "items_sha256": digest(names.encode()),
         "repeats": repeats,
-        "engine": client.engine,
-        "dpi": client.dpi,
-        "max_tokens": client.max_tokens,
-        "retries": client.retries,
-        "loop_stop": client.loop_stop,
-        "prompt_sha256": digest(ocr.prompt().encode()),
+        **asking_settings(client),
         "sampling": [sampling_words(ocr.sampling(attempt)) for attempt in range(client.retries + 1)],
         "headers_footers": client.headers_footers,
         "math": client.math,
@@ -1219,12 +1226,7 @@ def speed_settings(pages: loop.Pages, client: ocr.Settings, args: argparse.Names
         "pages": len(pages.places),
         "documents": len(pages.documents),
         "pages_sha256": pages.sha256(),
-        "engine": client.engine,
-        "dpi": client.dpi,
-        "max_tokens": client.max_tokens,
-        "retries": client.retries,
-        "loop_stop": client.loop_stop,
-        "prompt_sha256": digest(ocr.prompt().encode()),
+        **asking_settings(client),
         "mode": args.mode,
         "prepared": args.prepared,
         "seconds": args.seconds,
