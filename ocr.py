@@ -4984,22 +4984,13 @@ class Run:
     async def go(self, inputs: list[str | Path]) -> RunResult:
         self.inputs = inputs  # as run.json tells them
         inputs = expand_lists(inputs)
-        engine = CpuEngine(self.settings) if self.settings.engine == "cpu" else Server(self.settings)
-        async with engine as self.engine:
-            await self.engine.connect(self.say)
-            if warning := check_context(self.engine.model, self.settings):
-                self.say("warning", warning)
-            self.pace = Pace(self.settings.concurrency or self.engine.width)
-            self.gate.wake = self.engine.check_model
-            self.wanted = self.wanted_of(self.engine.model.name)
+        async with self.at_work():
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
                 self.write_run()
             except OSError as e:
                 raise BadUsage(f"--out {show(self.out)}: cannot be written: {reason(e)}") from None
             self.places = Places(self.out)
-            self.workers.start()
-            beside = [asyncio.create_task(self.follow_server()), asyncio.create_task(self.tick())]
             try:
                 await self.all_pages(inputs)
                 self.finished = True
@@ -5009,15 +5000,35 @@ class Run:
             except Exception as e:
                 self.stop_for(list(flatten(e)))
             finally:
+                try:
+                    # What arrived is paid for: it goes to disk even when the run was stopped.
+                    await asyncio.gather(*self.finishing, return_exceptions=True)
+                finally:
+                    self.close()
+        return self.result
+
+    @contextlib.asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """With the server found and the workers there; they are ended after. Raises NoServer."""
+        engine = CpuEngine(self.settings) if self.settings.engine == "cpu" else Server(self.settings)
+        async with engine as self.engine:
+            await self.engine.connect(self.say)
+            if warning := check_context(self.engine.model, self.settings):
+                self.say("warning", warning)
+            self.pace = Pace(self.settings.concurrency or self.engine.width)
+            self.gate.wake = self.engine.check_model
+            self.wanted = self.wanted_of(self.engine.model.name)
+            self.workers.start()
+            beside = [asyncio.create_task(self.follow_server()), asyncio.create_task(self.tick())]
+            try:
+                yield
+            finally:
                 for task in beside:
                     task.cancel()
                 try:
-                    # What arrived is paid for: it goes to disk even when the run was stopped.
-                    await asyncio.gather(*self.finishing, *beside, return_exceptions=True)
+                    await asyncio.gather(*beside, return_exceptions=True)
                 finally:
                     self.workers.stop()
-                    self.close()
-        return self.result
 
     def stop_for(self, errors: list[BaseException]) -> None:
         """Notes why the run ends early; raises what is neither the server's nor the disk's fault."""
@@ -5247,6 +5258,16 @@ class Run:
 
     async def page(self, document: Document, number: int, slot: Slot) -> None:
         """One page from its file to disk."""
+        job = await self.answered(document, number, slot)
+        if job.picture and self.has_twin((document.folder, number), job.reply_hash, job.picture.fingerprint):
+            job = dataclasses.replace(job, twin=True)
+        task = asyncio.ensure_future(self.finish(job))
+        self.finishing.add(task)
+        task.add_done_callback(self.finishing.discard)
+        await asyncio.shield(task)
+
+    async def answered(self, document: Document, number: int, slot: Slot) -> PageJob:
+        """One page, drawn and asked for until a reply stands. Raises NoServer or OutputError."""
         picture: Picture | None = None
         attempts: list[Attempt] = []
         error: str | None = None
@@ -5277,12 +5298,7 @@ class Run:
         if error is not None and attempts:
             error = None if picture else error  # an earlier attempt's reply stands
         hashed = reply_hash(attempts[best_attempt(attempts)].text) if attempts and not error else None
-        twin = picture is not None and self.has_twin((document.folder, number), hashed, picture.fingerprint)
-        job = PageJob(document, number, self.wanted, picture, tuple(attempts), error, hashed, twin)
-        task = asyncio.ensure_future(self.finish(job))
-        self.finishing.add(task)
-        task.add_done_callback(self.finishing.discard)
-        await asyncio.shield(task)
+        return PageJob(document, number, self.wanted, picture, tuple(attempts), error, hashed)
 
     async def draw(self, document: Document, number: int) -> Picture:
         """A page's picture from a worker; tried again when the worker hung or died, the last time without forms.
@@ -5372,17 +5388,8 @@ class Run:
         return alive
 
     async def finish(self, job: PageJob) -> None:
-        """A page's files; when the reply cannot be read in a worker the page fails, its replies kept beside it."""
-        try:
-            page = await self.workers.run_again(READ_LIMIT, finish_page, job)
-        except OutputError:
-            raise
-        except Exception as e:  # a hung or dead worker, or a reply that the reader trips over
-            why = "it takes too long" if isinstance(e, TimeoutError) else f"{type(e).__name__}: {reason(e)}"
-            failed = dataclasses.replace(job, error=f"the reply cannot be read: {why}")
-            page = await asyncio.to_thread(finish_page, failed)  # writes a few lines, and reads nothing
-            key = job.wanted.key(job.document.sha256, job.number)
-            await asyncio.to_thread(save_attempts, job.document, job.number, key, job.attempts)
+        """A page's files, and its document's when it was the last."""
+        page = await self.write(job)
         document, result = self.by_folder[job.document.folder]
         self.counts["tokens"] += page.tokens
         self.count(page, result)
@@ -5393,6 +5400,20 @@ class Run:
         if len(result.pages) == len(document.numbers) and document.folder not in self.together:
             self.together.add(document.folder)
             await self.put_together(document)
+
+    async def write(self, job: PageJob) -> PageResult:
+        """A page's files; when the reply cannot be read in a worker the page fails, its replies kept beside it."""
+        try:
+            return await self.workers.run_again(READ_LIMIT, finish_page, job)
+        except OutputError:
+            raise
+        except Exception as e:  # a hung or dead worker, or a reply that the reader trips over
+            why = "it takes too long" if isinstance(e, TimeoutError) else f"{type(e).__name__}: {reason(e)}"
+            failed = dataclasses.replace(job, error=f"the reply cannot be read: {why}")
+            page = await asyncio.to_thread(finish_page, failed)  # writes a few lines, and reads nothing
+            key = job.wanted.key(job.document.sha256, job.number)
+            await asyncio.to_thread(save_attempts, job.document, job.number, key, job.attempts)
+            return page
 
     def count(self, page: PageResult, result: DocumentResult) -> None:
         """Takes a page on disk into the totals."""
@@ -5624,6 +5645,20 @@ def arguments() -> argparse.ArgumentParser:
         help="files, folders (searched), @list.txt (a path a line), @- (standard input)",
     )
     add("--out", metavar="DIR", default="ocr_out", help="output folder (default: %(default)s)")
+    add_settings(parser)
+    add("--searchable-pdf", action="store_true", help="write a copy of each document with invisible text to search in")
+    add("--check", action="store_true", help="only check the server: its model, its context, two test pages")
+    add("--json", action="store_true", help="the run's summary as JSON on standard output")
+    loud = parser.add_mutually_exclusive_group()
+    loud.add_argument("-q", "--quiet", action="store_true", help="errors and the exit code only")
+    loud.add_argument("-v", "--verbose", action="store_true", help="a line for every page")
+    add("--version", action="version", version=f"ocr.py {__version__}")
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options that make Settings: those of every command that reads pages."""
+    add = parser.add_argument
     add("--url", default=os.environ.get("OCR_URL") or Settings.url, help="server (OCR_URL; default: %(default)s)")
     add("--model", help="model name (default: the one the server lists)")
     add("--api-key", metavar="KEY", help="better in the environment: OCR_API_KEY")
@@ -5652,7 +5687,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--headers-footers", action="store_true", help="keep page headers and footers in the markdown")
     add("--no-images", action="store_true", help="leave images and figures out")
     add("--math", choices=("dollars", "brackets"), default="dollars", help=r"$x$ or \(x\) (default: %(default)s)")
-    add("--searchable-pdf", action="store_true", help="write a copy of each document with invisible text to search in")
     add("--overwrite", action="store_true", help="ask again for pages that are done")
     add("--retry-suspect", action="store_true", help="ask again for suspect pages")
     add(
@@ -5664,14 +5698,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--timeout", type=float, metavar="SECONDS", default=1800.0, help="for one reply (default: %(default)g)")
     add("--wait", type=float, metavar="SECONDS", default=0.0, help="for a server that is still starting")
-    add("--check", action="store_true", help="only check the server: its model, its context, two test pages")
     add("--no-check", action="store_true", help="leave the short check out that goes before every run")
-    add("--json", action="store_true", help="the run's summary as JSON on standard output")
-    loud = parser.add_mutually_exclusive_group()
-    loud.add_argument("-q", "--quiet", action="store_true", help="errors and the exit code only")
-    loud.add_argument("-v", "--verbose", action="store_true", help="a line for every page")
-    add("--version", action="version", version=f"ocr.py {__version__}")
-    return parser
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
