@@ -5493,22 +5493,24 @@ class Run:
             | {"cached": self.counts["cached"]},
             "tokens": self.counts["tokens"],
             "most_in_flight": self.pace.most,
-            "documents": [self.document_summary(document) for document in self.result.documents],
+            "documents": [document_summary(document, self.out) for document in self.result.documents],
         }
 
-    def document_summary(self, document: DocumentResult) -> dict[str, Any]:
-        record: dict[str, Any] = {"source": show(document.source)}
-        if document.folder:
-            record["folder"] = document.folder.relative_to(self.out).as_posix()
-            record |= {status: document.count(status) for status in (OK, SUSPECT, FAILED)}
-            pages = sorted(document.pages.values(), key=lambda page: page.number)
-            record["doubts"] = {page.number: list(page.reasons) for page in pages if page.status == SUSPECT}
-            record["errors"] = {page.number: page.error for page in pages if page.status == FAILED}
-        if document.error:
-            record["error"] = document.error
-        if document.notes:
-            record["notes"] = list(document.notes)
-        return record
+
+def document_summary(document: DocumentResult, out: Path) -> dict[str, Any]:
+    """A document's line in run.json."""
+    record: dict[str, Any] = {"source": show(document.source)}
+    if document.folder:
+        record["folder"] = document.folder.relative_to(out).as_posix()
+        record |= {status: document.count(status) for status in (OK, SUSPECT, FAILED)}
+        pages = sorted(document.pages.values(), key=lambda page: page.number)
+        record["doubts"] = {page.number: list(page.reasons) for page in pages if page.status == SUSPECT}
+        record["errors"] = {page.number: page.error for page in pages if page.status == FAILED}
+    if document.error:
+        record["error"] = document.error
+    if document.notes:
+        record["notes"] = list(document.notes)
+    return record
 
 
 PACKAGES = (
@@ -5721,9 +5723,10 @@ class Progress:
 
     EVERY = 30.0  # s between lines without a terminal
 
-    def __init__(self, quiet: bool, verbose: bool):
+    def __init__(self, quiet: bool, verbose: bool, name: str = "ocr.py"):
         from tqdm import tqdm
 
+        self.name = name
         self.verbose, self.quiet = verbose, quiet
         self.terminal = sys.stderr.isatty() and not quiet
         self.bar = tqdm(
@@ -5738,7 +5741,7 @@ class Progress:
 
     def event(self, level: str, text: str) -> None:
         if level == "warning" or not self.quiet:
-            self.bar.write(f"ocr.py: {text}", file=sys.stderr)
+            self.bar.write(f"{self.name}: {text}", file=sys.stderr)
 
     def page(self, page: PageResult) -> None:
         if self.verbose and not page.cached:
