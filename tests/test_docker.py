@@ -8,18 +8,15 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fronts import DOCKER, nginx, nginx_conf, services
+from running import needs
+from serve import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCKER = ROOT / "docker"
-sys.path.insert(0, str(ROOT / "tests" / "servers"))
-from serve import interpreter  # noqa: E402
-
-yaml = pytest.importorskip("yaml", reason="PyYAML, of requirements-dev.txt")
 
 SERVERS = {
     "nvfp4-mtp": "ragarwal/chandra-ocr-2-nvfp4-mtp",
@@ -28,19 +25,6 @@ SERVERS = {
     "fp8": "datalab-to/chandra-ocr-2",
     "nvfp4": "dangvansam/chandra-ocr-2-NVFP4",
 }
-PLACES = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\$\{[^{}]*\})*))?\}")
-
-
-def filled(text: str, **given: str) -> str:
-    """A text with its ${NAME:-default} filled in, as Compose does."""
-    while PLACES.search(text):
-        text = PLACES.sub(lambda place: given.get(place[1]) or place[2] or "", text)
-    return text
-
-
-def services(**given: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(filled((DOCKER / "compose.yaml").read_text("utf-8"), **given))["services"]
-    return found
 
 
 def healthcheck(service: dict[str, Any]) -> str:
@@ -128,12 +112,8 @@ def test_docker_reads_the_file() -> None:
 
 
 def test_nginx_reads_its_file(tmp_path: Path) -> None:
-    nginx = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
-    if not nginx:
-        pytest.skip("no nginx")
-    text = (DOCKER / "nginx.conf").read_text("utf-8")
-    (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid;\nerror_log stderr;\n{text}", "utf-8")
-    done = subprocess.run([nginx, "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, check=False)
+    conf = nginx_conf(tmp_path, (DOCKER / "nginx.conf").read_text("utf-8"))
+    done = subprocess.run([nginx(), "-t", "-c", conf], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -185,13 +165,14 @@ print("PARSED", json.dumps(parsed))
 
 
 def parse(commands: dict[str, list[str]]) -> tuple[dict[str, Any], str]:
-    python = interpreter("vllm")
-    if python is None:
-        expected = os.environ.get("OCR_SERVERS") or os.environ.get("VLLM_PYTHON")
-        message = "vLLM's parser is not installed: tests/servers/install.sh vllm"
-        pytest.fail(message) if os.environ.get("CI") == "true" and expected else pytest.skip(message)
+    needs("vllm")
     done = subprocess.run(
-        [python, "-c", PARSE], input=json.dumps(commands), capture_output=True, text=True, timeout=300, check=False
+        [str(interpreter("vllm")), "-c", PARSE],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("PARSED ")), None)
     assert line, done.stderr[-2000:]

@@ -20,26 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import command, page_record, until
+from running import command, needs, page_record, until
+from serve import MTP, RealServer, interpreter, make_checkpoint
 from support import one_page
 
 import benchmark_speed
 import ocr
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "servers"))
-from serve import MTP, RealServer, interpreter, make_checkpoint
-
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 if sys.platform != "linux":
     pytest.skip("the servers' processes are looked for in /proc", allow_module_level=True)
-
-
-def needs(kind: str) -> None:
-    """Skips, or fails in CI where the server is expected."""
-    if interpreter(kind) is None:
-        message = f"{kind} is not installed: tests/servers/install.sh {kind}"
-        expected = any(os.environ.get(name) for name in ("OCR_SERVERS", f"{kind.upper()}_PYTHON"))
-        pytest.fail(message) if os.environ.get("CI") == "true" and expected else pytest.skip(message)
 
 
 @pytest.fixture(scope="module")

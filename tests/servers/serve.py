@@ -46,7 +46,7 @@ START_LIMIT = 480.0  # s, on a busy machine
 
 
 def interpreter(kind: str) -> Path | None:
-    """The Python of a server's environment: VLLM_PYTHON or MLX_PYTHON, or where install.sh put it (OCR_SERVERS)."""
+    """The Python of a server's environment: VLLM_PYTHON and its like, or where install.sh put it (OCR_SERVERS)."""
     if given := os.environ.get(f"{kind.upper()}_PYTHON"):
         return Path(given)
     found = INSTALLED / kind / "bin" / "python"
