@@ -83,7 +83,8 @@ MAX_ASPECT = 200  # vLLM's image processor refuses longer strips
 MAX_DRAWN = 100_000_000  # px of one drawn PDF page; a larger page is drawn at a lower dpi
 MAX_IMAGE = 178_956_970  # px of one image file; Pillow calls more a decompression bomb
 MAX_TOKENS = 12_384  # of a reply, as Chandra asks
-PROMPT_TOKENS = 6_112  # the largest page and the prompt, as the server counts them
+# The largest page is 6,144 image tokens, the prompt 567 and the chat template 14; with MAX_TOKENS it makes 19,200.
+PROMPT_TOKENS = 6_816
 RETRIES = 6  # after the greedy attempt
 RENDER_LIMIT = 60.0  # s for one page
 FORMS_LIMIT = 10.0  # s for PDFium to start a document's forms; some never do
@@ -5580,7 +5581,7 @@ def context_too_small(attempt: Attempt, settings: Settings, context: int | None)
 
 
 def more_context(settings: Settings) -> str:
-    needed = settings.max_tokens + PROMPT_TOKENS + 4
+    needed = settings.max_tokens + PROMPT_TOKENS
     return f"Start vLLM with --max-model-len {needed} or more (llama.cpp: that much for each slot)"
 
 

@@ -213,7 +213,7 @@ def test_a_context_that_cuts_replies_stops_the_run_and_says_so(tmp_path: Path) -
     with Standin(Answer("words " * 9000), max_model_len=12500, tokens=50) as server:
         run = read(document, tmp_path / "out", server)
         assert run.result.exit_code == 3 and "its context is too small" in str(run.result.stopped)
-        assert "--max-model-len 18500" in str(run.result.stopped)
+        assert "--max-model-len 19200" in str(run.result.stopped)
         assert run.heard("the server's context is 12500 tokens")
         server.stop()
         server.max_model_len, server.answer = 24576, None
@@ -223,7 +223,7 @@ def test_a_context_that_cuts_replies_stops_the_run_and_says_so(tmp_path: Path) -
 
 def test_a_context_without_room_for_a_reply_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     with Standin(max_model_len=8192) as server:
-        with pytest.raises(ocr.NoServer, match=r"context is 8192 tokens.*--max-model-len 18500.*--max-tokens 2080"):
+        with pytest.raises(ocr.NoServer, match=r"context is 8192 tokens.*--max-model-len 19200.*--max-tokens 1376"):
             read(a_pdf(tmp_path / "a.pdf", 1), tmp_path / "out", server)
         assert server.requests == []
         assert read(tmp_path / "a.pdf", tmp_path / "out", server, max_tokens=2000).statuses == ["ok"]
