@@ -16,6 +16,8 @@ from fronts import DOCKER, nginx, nginx_conf, services
 from running import needs
 from serve import interpreter
 
+import ocr
+
 ROOT = Path(__file__).resolve().parents[1]
 
 SERVERS = {
@@ -148,7 +150,10 @@ def server_commands() -> dict[str, list[str]]:
 
 PARSE = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
