@@ -95,6 +95,8 @@ WORKER_TASKS = 1000  # then a fresh process takes its place, so that leaks do no
 MOST_IN_FLIGHT = 1024
 PAGE_FAULTS = 6  # faults of one page while the server answers others
 CONNECT_LIMIT = 10.0  # s for a connection to the server
+PORT_LOOK = 10.0  # s between looks at the port while replies are waited for
+LAST_WORDS = 60.0  # s for the replies of a server whose port has closed
 MAX_BODY = 64 << 20  # bytes of a server's answer
 BACKOFF = 1.0  # s; the first pause after a fault, doubling to 30 times as long
 
@@ -1377,6 +1379,7 @@ class Server:
         self.version: str | None = None
         self.session: aiohttp.ClientSession | None = None
         self.fresh: aiohttp.ClientSession | None = None
+        self.pending: set[asyncio.Timeout] = set()  # of the replies that are waited for
 
     async def __aenter__(self) -> Server:
         import aiohttp
@@ -1529,24 +1532,31 @@ class Server:
 
         started = time.monotonic()
         known = {"kept": False, "answered": False}
+        wait = asyncio.timeout(None)  # watch_port ends it
         try:
-            async with session.post(
-                self.url + "/chat/completions",
-                data=body(),
-                headers={"content-type": "application/json", "content-length": str(size)},
-                trace_request_ctx=known,
-            ) as response:
-                known["answered"] = True
-                said = await read_body(response)
+            async with wait:
+                self.pending.add(wait)
+                async with session.post(
+                    self.url + "/chat/completions",
+                    data=body(),
+                    headers={"content-type": "application/json", "content-length": str(size)},
+                    trace_request_ctx=known,
+                ) as response:
+                    known["answered"] = True
+                    said = await read_body(response)
         except aiohttp.ConnectionTimeoutError:
             raise Fault(f"no connection within {CONNECT_LIMIT:.0f} s", own=False) from None
         except TimeoutError:
+            if wait.expired():
+                raise Fault(f"no reply within {LAST_WORDS:g} s after the server closed its port", own=False) from None
             raise Fault(f"no reply within {self.settings.timeout:g} s (--timeout)") from None
         except (aiohttp.ClientError, OSError) as e:
             # A kept connection that the server closed meanwhile says nothing about the server.
             stale = known["kept"] and not known["answered"]
             cannot_connect = isinstance(e, aiohttp.ClientConnectorError)
             raise Fault(f"{type(e).__name__}: {reason(e)}", stale=stale, own=not cannot_connect) from None
+        finally:
+            self.pending.discard(wait)
         if response.status == 200:
             return read_answer(said, time.monotonic() - started)
         words = f"HTTP {response.status}: {self.bare_words(said.decode('utf-8', 'replace'))}"
@@ -1559,6 +1569,33 @@ class Server:
             raise Refused(f"the server refuses the page ({words})")
         busy = response.status in (429, 503)
         raise Fault(words, retry_after(response.headers.get("retry-after")), status=response.status, own=not busy)
+
+    async def watch_port(self) -> None:
+        """Gives up replies that cannot come any more.
+
+        A vLLM that is told to stop ends its engine, closes its port and waits for its clients to hang up, while they
+        wait for it. Others finish what they began, so there is some time for that.
+        """
+        while True:
+            await asyncio.sleep(PORT_LOOK)
+            if self.pending and await self.refuses():
+                deadline = asyncio.get_running_loop().time() + LAST_WORDS
+                for wait in self.pending:
+                    if wait.when() is None:
+                        wait.reschedule(deadline)
+
+    async def refuses(self) -> bool:
+        """Whether nobody listens at the port. A host that cannot be reached at the moment may be at work."""
+        import aiohttp
+
+        assert self.fresh
+        try:
+            async with self.fresh.get(self.url + "/models", timeout=aiohttp.ClientTimeout(total=CONNECT_LIMIT)):
+                return False
+        except aiohttp.ClientConnectorError as e:
+            return isinstance(e.os_error, ConnectionRefusedError)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def alive(self) -> bool:
         """Whether the server answers another, tiny page: then a page it keeps failing on is the page's own trouble."""
@@ -5001,6 +5038,8 @@ class Run:
             self.places = Places(self.out)
             self.workers.start()
             beside = [asyncio.create_task(self.follow_server()), asyncio.create_task(self.tick())]
+            if isinstance(self.engine, Server):
+                beside.append(asyncio.create_task(self.engine.watch_port()))
             try:
                 await self.all_pages(inputs)
                 self.finished = True

@@ -476,6 +476,30 @@ def test_a_restart_in_the_middle_of_a_run_is_waited_for(tmp_path: Path) -> None:
     assert run.heard("the server stopped answering") and run.heard("the server answers again")
 
 
+def test_replies_of_a_server_that_closed_its_port_are_asked_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM told to stop ends its engine and then waits for its clients, who would wait for it until --timeout."""
+    monkeypatch.setattr(ocr, "PORT_LOOK", 0.05)
+    monkeypatch.setattr(ocr, "LAST_WORDS", 0.5)
+    with Standin(lambda request: Stall(600) if request.turn == 0 else None) as old:
+        new = Standin(port=old.port)
+
+        def restart() -> None:
+            until(lambda: old.in_flight == 3)
+            old.close_port()
+            time.sleep(0.3)
+            new.start()
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        run = read(a_pdf(tmp_path / "a.pdf", 3), tmp_path / "out", old)
+        thread.join()
+        until(lambda: old.in_flight == 0)
+    new.stop()
+    assert run.statuses == ["ok"] * 3 and len(new.requests) == 3
+
+
 def test_a_dead_engine_stops_the_sending_until_it_answers(tmp_path: Path) -> None:
     with Standin(seconds=0.02) as server:
 
