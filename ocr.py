@@ -1793,9 +1793,12 @@ class Pace:
     """How many requests are in flight at once: a fixed number, or one that follows the server.
 
     Where the server tells how many requests wait (vLLM's /metrics), the limit doubles while none does and shrinks when
-    many do. Elsewhere it is judged by replies, an epoch at a time: it grows while that brings more, fourfold at first,
-    and falls back when it does not, or when replies come as from a queue.
+    many do. Elsewhere, and behind a router, whose counts are one host's, it is judged by replies, an epoch at a time:
+    it grows while that brings more, fourfold at first, and falls back when it does not, or when replies come as from
+    a queue.
     """
+
+    BLIND = 5  # looks at such counts; then they are another host's
 
     def __init__(self, fixed: int | None):
         self.limit = fixed or 32
@@ -1804,6 +1807,7 @@ class Pace:
         self.most = 0
         self.waiters: collections.deque[asyncio.Future[None]] = collections.deque()
         self.metrics = False  # whether the server tells its queue; then replies are not judged
+        self.unseen = 0  # looks in a row at counts that were not of all that was sent
         self.epoch = 0
         self.samples: list[Sample] = []  # of this epoch's requests
         self.sent = self.first = 0  # requests so far, and when the epoch began
@@ -1864,11 +1868,17 @@ class Pace:
 
     def follow(self, running: float, waiting: float) -> None:
         """The server's own counts of requests it runs and holds in its queue."""
-        self.metrics = True
+        # What was sent and is not counted yet is still being decoded: it may be the queue of a moment later.
+        seen = running + waiting >= 0.75 * self.in_flight
+        self.unseen = 0 if seen else self.unseen + bool(self.waiters)
+        if self.unseen == self.BLIND:
+            self.change(self.limit)  # an epoch to judge by
+        self.metrics = self.unseen < self.BLIND
+        if not self.metrics:
+            return
         if waiting > max(4.0, running / 2):
             self.change(running + max(4.0, running / 4))
-        # What was sent and is not counted yet is still being decoded: it may be the queue of a moment later.
-        elif waiting <= max(1.0, running / 16) and self.waiters and running + waiting >= 0.75 * self.in_flight:
+        elif waiting <= max(1.0, running / 16) and self.waiters and seen:
             self.change(self.limit * 2)
 
     def judge(self) -> None:
@@ -2106,6 +2116,8 @@ def judge_drafts(before: dict[str, float], after: dict[str, float], root: str | 
             'vLLM with --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
         )
     drafts, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    if min(drafts, accepted) < 0:
+        return Finding(NOTE, "MTP: the counters are not one server's (a router?), so they say nothing: check each host")
     if drafts < 8:
         return Finding(NOTE, f"MTP: {drafts:.0f} drafts over the test pages, too few to judge it")
     if accepted / drafts >= 0.05:

@@ -76,6 +76,13 @@ def test_acceptance() -> None:
     assert code == 3
     assert "doubt MTP: 0 tokens accepted of" in said and "leave --speculative-config out" in said
     assert ocr.judge_drafts({}, {"generation_tokens_total": 9.0}, "someone/model") is None
+    # Behind a router the second look may be at another host.
+    other = ocr.judge_drafts(
+        {"spec_decode_num_drafts_total": 90.0, "spec_decode_num_accepted_tokens_total": 200.0},
+        {"spec_decode_num_drafts_total": 100.0, "spec_decode_num_accepted_tokens_total": 150.0},
+        None,
+    )
+    assert other and other.grade == ocr.NOTE and "router" in other.said
     unused = ocr.judge_drafts({}, {"generation_tokens_total": 9.0}, "ragarwal/chandra-ocr-2-nvfp4-mtp")
     assert unused and unused.grade == ocr.NOTE and "--speculative-config" in unused.said
 

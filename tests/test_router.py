@@ -90,3 +90,13 @@ def test_a_page_that_is_refused_is_refused_once(front: tuple[str, Standin, Stand
     result = ocr.run([a_pdf(tmp_path / "a.pdf", 1)], tmp_path / "out", ocr.Settings(url=url, check=False))
     assert result.exit_code == 1 and "no such page" in str(result.documents[0].pages[1].error)
     assert sum(len(host.requests) for host in both) == 1
+
+
+def test_both_hosts_are_filled(front: tuple[str, Standin, Standin], tmp_path: Path) -> None:
+    """The router passes on the counts of one host at a time, which are no measure of all that was sent."""
+    url, *both = front
+    for host in both:
+        host.seconds = 1.0
+    result = ocr.run([a_pdf(tmp_path / "a.pdf", 500)], tmp_path / "out", ocr.Settings(url=url, check=False))
+    assert result.exit_code == 0
+    assert min(host.most_in_flight for host in both) > 40  # 16 each is where a run begins
