@@ -162,7 +162,8 @@ parsed = {}
 for name, flags in json.load(sys.stdin).items():
     try:
         args = parser.parse_args(["serve", *flags])
-        parsed[name] = {"model": args.model_tag, "name": args.served_model_name, "length": args.max_model_len}
+        wanted = "host", "served_model_name", "max_model_len"
+        parsed[name] = {flag: getattr(args, flag) for flag in wanted}
     except (SystemExit, ValueError) as e:
         parsed[name] = {"refused": str(e)}
 print("PARSED", json.dumps(parsed))
@@ -192,7 +193,9 @@ def test_vllm_takes_every_flag() -> None:
     assert "refused" in parsed.pop("a wrong flag")
     for name, got in parsed.items():
         assert "refused" not in got, f"{name}: {got} {errors[-2000:]}"
-        assert got["name"] == ["chandra"] and got["length"] >= ocr.MAX_TOKENS + ocr.PROMPT_TOKENS, name
+        assert got["host"] == "127.0.0.1", f"{name} listens to everybody"
+        assert got["served_model_name"] == ["chandra"], name
+        assert got["max_model_len"] >= ocr.MAX_TOKENS + ocr.PROMPT_TOKENS, name
 
 
 def test_commands_are_found_in_markdown() -> None:
