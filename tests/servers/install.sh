@@ -9,8 +9,8 @@
 # mlx     mlx-vlm, Python 3.12, 1.1 GB; needs g++ to run
 # router  vllm-router, Python 3.11 or newer, 100 MB
 # The Pythons are looked for on PATH and among pyenv's; PYTHON311 and PYTHON312 name others. What is installed already is
-# kept. Minutes, most of them downloading. Exit codes: 1 a download or a build failed; 2 bad usage; 3 a Python is missing,
-# for one server at least: the others are installed, and TARGET/NAME/missing says so to the tests.
+# kept. Minutes, most of them downloading. Exit codes: 1 a download failed; 2 bad usage; 3 there is no Python (or g++) for
+# a server: the others are installed, and TARGET/NAME/missing says why to the tests, which skip it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 target=${1:-${OCR_SERVERS:-$here/../../.servers}}
@@ -29,7 +29,16 @@ find_python() {
   done
 }
 
-# environment NAME PIP_OPTION... -- VERSION...: TARGET/NAME with the pins of requirements-NAME.txt, for the first Python there is
+# leave_out NAME WHY
+leave_out() {
+  rm -rf "${target:?}/$1"
+  mkdir -p "$target/$1"
+  echo "$2" | tee "$target/$1/missing" >&2
+  missing=3
+}
+
+# environment NAME PIP_OPTION... -- VERSION...: TARGET/NAME with the pins of requirements-NAME.txt, by the first Python
+# that there is
 environment() {
   local name=$1 options=() stamp python="" version
   shift
@@ -41,13 +50,11 @@ environment() {
     return
   fi
   for version; do python=${python:-$(find_python "$version")}; done
-  rm -rf "${target:?}/$name"
   if [[ -z $python ]]; then
-    mkdir -p "$target/$name"
-    echo "$name needs Python ${*: -1}, and none was found on PATH or among pyenv's" | tee "$target/$name/missing" >&2
-    missing=3
+    leave_out "$name" "$name needs Python $*, and none was found on PATH or among pyenv's: install it, or name it in PYTHON${1/./}"
     return
   fi
+  rm -rf "${target:?}/$name"
   "$python" -m venv "$target/$name"
   local pip=("$target/$name/bin/python" -m pip install -q --disable-pip-version-check "${options[@]}" -r "$here/requirements-$name.txt")
   if [[ $name == vllm ]]; then
@@ -65,7 +72,13 @@ mkdir -p "$target"
 for server in "${servers[@]}"; do
   case $server in
     vllm) environment vllm --no-deps -- 3.11 ;; # its own list brings along what only GPUs need
-    mlx) environment mlx -- 3.12 ;;
+    mlx)
+      if command -v g++ >/dev/null; then
+        environment mlx -- 3.12
+      else
+        leave_out mlx "mlx needs g++: apt-get install g++"
+      fi
+      ;;
     router) environment router -- 3.11 3.12 3.13 ;;
     *) echo "no such server: $server (vllm, mlx, router)" >&2; exit 2 ;;
   esac
