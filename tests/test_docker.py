@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_the_client() -> None:
         if line.startswith("COPY"):
             for file in line.split()[1:-1]:
                 assert (ROOT / file).exists() and f"!{file}" in (DOCKER / "Dockerfile.dockerignore").read_text("utf-8")
+
+
+def test_compose_is_as_its_specification_says() -> None:
+    """No docker is needed for this: a key that is misspelt or in the wrong place is found by the published schema."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, DOCKER / "compose.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_docker_reads_the_file() -> None:
