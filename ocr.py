@@ -83,7 +83,8 @@ MAX_ASPECT = 200  # vLLM's image processor refuses longer strips
 MAX_DRAWN = 100_000_000  # px of one drawn PDF page; a larger page is drawn at a lower dpi
 MAX_IMAGE = 178_956_970  # px of one image file; Pillow calls more a decompression bomb
 MAX_TOKENS = 12_384  # of a reply, as Chandra asks
-PROMPT_TOKENS = 6_112  # the largest page and the prompt, as the server counts them
+# The largest page is 6,144 image tokens, the prompt 567 and the chat template 14; with MAX_TOKENS it makes 19,200.
+PROMPT_TOKENS = 6_816
 RETRIES = 6  # after the greedy attempt
 RENDER_LIMIT = 60.0  # s for one page
 FORMS_LIMIT = 10.0  # s for PDFium to start a document's forms; some never do
@@ -94,6 +95,8 @@ WORKER_TASKS = 1000  # then a fresh process takes its place, so that leaks do no
 MOST_IN_FLIGHT = 1024
 PAGE_FAULTS = 6  # faults of one page while the server answers others
 CONNECT_LIMIT = 10.0  # s for a connection to the server
+PORT_LOOK = 10.0  # s between looks at the port while replies are waited for
+LAST_WORDS = 60.0  # s for the replies of a server whose port has closed
 MAX_BODY = 64 << 20  # bytes of a server's answer
 BACKOFF = 1.0  # s; the first pause after a fault, doubling to 30 times as long
 
@@ -1376,6 +1379,7 @@ class Server:
         self.version: str | None = None
         self.session: aiohttp.ClientSession | None = None
         self.fresh: aiohttp.ClientSession | None = None
+        self.pending: set[asyncio.Timeout] = set()  # of the replies that are waited for
 
     async def __aenter__(self) -> Server:
         import aiohttp
@@ -1528,24 +1532,31 @@ class Server:
 
         started = time.monotonic()
         known = {"kept": False, "answered": False}
+        wait = asyncio.timeout(None)  # watch_port ends it
         try:
-            async with session.post(
-                self.url + "/chat/completions",
-                data=body(),
-                headers={"content-type": "application/json", "content-length": str(size)},
-                trace_request_ctx=known,
-            ) as response:
-                known["answered"] = True
-                said = await read_body(response)
+            async with wait:
+                self.pending.add(wait)
+                async with session.post(
+                    self.url + "/chat/completions",
+                    data=body(),
+                    headers={"content-type": "application/json", "content-length": str(size)},
+                    trace_request_ctx=known,
+                ) as response:
+                    known["answered"] = True
+                    said = await read_body(response)
         except aiohttp.ConnectionTimeoutError:
             raise Fault(f"no connection within {CONNECT_LIMIT:.0f} s", own=False) from None
         except TimeoutError:
+            if wait.expired():
+                raise Fault(f"no reply within {LAST_WORDS:g} s after the server closed its port", own=False) from None
             raise Fault(f"no reply within {self.settings.timeout:g} s (--timeout)") from None
         except (aiohttp.ClientError, OSError) as e:
             # A kept connection that the server closed meanwhile says nothing about the server.
             stale = known["kept"] and not known["answered"]
             cannot_connect = isinstance(e, aiohttp.ClientConnectorError)
             raise Fault(f"{type(e).__name__}: {reason(e)}", stale=stale, own=not cannot_connect) from None
+        finally:
+            self.pending.discard(wait)
         if response.status == 200:
             return read_answer(said, time.monotonic() - started)
         words = f"HTTP {response.status}: {self.bare_words(said.decode('utf-8', 'replace'))}"
@@ -1558,6 +1569,33 @@ class Server:
             raise Refused(f"the server refuses the page ({words})")
         busy = response.status in (429, 503)
         raise Fault(words, retry_after(response.headers.get("retry-after")), status=response.status, own=not busy)
+
+    async def watch_port(self) -> None:
+        """Gives up replies that cannot come any more.
+
+        A vLLM that is told to stop ends its engine, closes its port and waits for its clients to hang up, while they
+        wait for it. Others finish what they began, so there is some time for that.
+        """
+        while True:
+            await asyncio.sleep(PORT_LOOK)
+            if self.pending and await self.refuses():
+                deadline = asyncio.get_running_loop().time() + LAST_WORDS
+                for wait in self.pending:
+                    if wait.when() is None:
+                        wait.reschedule(deadline)
+
+    async def refuses(self) -> bool:
+        """Whether nobody listens at the port. A host that cannot be reached at the moment may be at work."""
+        import aiohttp
+
+        assert self.fresh
+        try:
+            async with self.fresh.get(self.url + "/models", timeout=aiohttp.ClientTimeout(total=CONNECT_LIMIT)):
+                return False
+        except aiohttp.ClientConnectorError as e:
+            return isinstance(e.os_error, ConnectionRefusedError)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def alive(self) -> bool:
         """Whether the server answers another, tiny page: then a page it keeps failing on is the page's own trouble."""
@@ -1755,9 +1793,12 @@ class Pace:
     """How many requests are in flight at once: a fixed number, or one that follows the server.
 
     Where the server tells how many requests wait (vLLM's /metrics), the limit doubles while none does and shrinks when
-    many do. Elsewhere it is judged by replies, an epoch at a time: it grows while that brings more, fourfold at first,
-    and falls back when it does not, or when replies come as from a queue.
+    many do. Elsewhere, and behind a router, whose counts are one host's, it is judged by replies, an epoch at a time:
+    it grows while that brings more, fourfold at first, and falls back when it does not, or when replies come as from
+    a queue.
     """
+
+    BLIND = 5  # looks at such counts; then they are another host's
 
     def __init__(self, fixed: int | None):
         self.limit = fixed or 32
@@ -1766,6 +1807,7 @@ class Pace:
         self.most = 0
         self.waiters: collections.deque[asyncio.Future[None]] = collections.deque()
         self.metrics = False  # whether the server tells its queue; then replies are not judged
+        self.unseen = 0  # looks in a row at counts that were not of all that was sent
         self.epoch = 0
         self.samples: list[Sample] = []  # of this epoch's requests
         self.sent = self.first = 0  # requests so far, and when the epoch began
@@ -1826,11 +1868,17 @@ class Pace:
 
     def follow(self, running: float, waiting: float) -> None:
         """The server's own counts of requests it runs and holds in its queue."""
-        self.metrics = True
+        # What was sent and is not counted yet is still being decoded: it may be the queue of a moment later.
+        seen = running + waiting >= 0.75 * self.in_flight
+        self.unseen = 0 if seen else self.unseen + bool(self.waiters)
+        if self.unseen == self.BLIND:
+            self.change(self.limit)  # an epoch to judge by
+        self.metrics = self.unseen < self.BLIND
+        if not self.metrics:
+            return
         if waiting > max(4.0, running / 2):
             self.change(running + max(4.0, running / 4))
-        # What was sent and is not counted yet is still being decoded: it may be the queue of a moment later.
-        elif waiting <= max(1.0, running / 16) and self.waiters and running + waiting >= 0.75 * self.in_flight:
+        elif waiting <= max(1.0, running / 16) and self.waiters and seen:
             self.change(self.limit * 2)
 
     def judge(self) -> None:
@@ -2068,6 +2116,8 @@ def judge_drafts(before: dict[str, float], after: dict[str, float], root: str | 
             'vLLM with --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
         )
     drafts, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    if min(drafts, accepted) < 0:
+        return Finding(NOTE, "MTP: the counters are not one server's (a router?), so they say nothing: check each host")
     if drafts < 8:
         return Finding(NOTE, f"MTP: {drafts:.0f} drafts over the test pages, too few to judge it")
     if accepted / drafts >= 0.05:
@@ -5020,6 +5070,8 @@ class Run:
             self.wanted = self.wanted_of(self.engine.model.name)
             self.workers.start()
             beside = [asyncio.create_task(self.follow_server()), asyncio.create_task(self.tick())]
+            if isinstance(self.engine, Server):
+                beside.append(asyncio.create_task(self.engine.watch_port()))
             try:
                 yield
             finally:
@@ -5603,7 +5655,7 @@ def context_too_small(attempt: Attempt, settings: Settings, context: int | None)
 
 
 def more_context(settings: Settings) -> str:
-    needed = settings.max_tokens + PROMPT_TOKENS + 4
+    needed = settings.max_tokens + PROMPT_TOKENS
     return f"Start vLLM with --max-model-len {needed} or more (llama.cpp: that much for each slot)"
 
 

@@ -45,7 +45,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import ocr
 
@@ -204,32 +204,37 @@ def at_hand(entry: Entry, plan: Plan) -> Iterator[Path]:
     if not is_remote(entry.document):
         yield Path(entry.document)
         return
+    import fcntl  # not on Windows, where Ray has no clusters either
+
     folder = node_folder() / "documents"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / (digest(entry.document, entry.size, entry.mtime) + posixpath.splitext(entry.document)[1][:12])
-    with contextlib.ExitStack() as stack:
-        # Shared while it is read, exclusive while it is fetched: the cache drops only what nobody holds.
-        while not (locked(path, stack, exclusive=False) and path.exists()):
-            stack.close()
-            if locked(path, stack, exclusive=True) and not path.exists():
-                try:
-                    fetch(entry, plan, path)
-                except FileNotFoundError:
-                    raise ocr.DocumentError("there is no such object in the store") from None
-                except (OSError, ocr.BadUsage) as e:
-                    raise ocr.DocumentError(f"cannot be fetched: {store_words(e)}") from None
-            stack.close()
-            drop_oldest(folder, plan.cache)
-        yield path
+    # Shared while it is read, exclusive while it is fetched: the cache drops only what nobody holds.
+    while True:
+        with open(f"{path}.lock", "w") as lock:  # its time tells when the document was last used
+            if not has_lock(lock, path, fcntl.LOCK_SH) or not path.exists():
+                if not has_lock(lock, path, fcntl.LOCK_EX):
+                    continue
+                if not path.exists():
+                    try:
+                        fetch(entry, plan, path)
+                    except FileNotFoundError:
+                        raise ocr.DocumentError("there is no such object in the store") from None
+                    except (OSError, ocr.BadUsage) as e:
+                        raise ocr.DocumentError(f"cannot be fetched: {store_words(e)}") from None
+                    drop_oldest(folder, plan.cache)
+                # Another process may hold it for a moment between the two locks, and drop it.
+                if not has_lock(lock, path, fcntl.LOCK_SH) or not path.exists():
+                    continue
+            yield path
+            return
 
 
-def locked(path: Path, stack: contextlib.ExitStack, exclusive: bool) -> bool:
-    """Locks a cached document until `stack` closes; False when the lock was thrown away meanwhile: try again."""
+def has_lock(lock: IO[str], path: Path, kind: int) -> bool:
+    """Locks a cached document; False when the lock was thrown away meanwhile: try again with the new one."""
     import fcntl
 
-    # Opened to write: its time tells when the document was last used.
-    lock = stack.enter_context(open(f"{path}.lock", "w"))  # noqa: SIM115
-    fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+    fcntl.flock(lock, kind)
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), Path(f"{path}.lock").stat())
     return False
@@ -723,7 +728,8 @@ class Surveyor(Worker):
 
     def __init__(self, plan: Plan, board: Any, wanted: ocr.Wanted, done: Any, complete: Any):
         super().__init__(dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, workers=1)), board)
-        self.wanted, self.done, self.complete = wanted, *ray_get([done, complete])
+        self.wanted = wanted
+        self.done, self.complete = ray_get([done, complete])
         self.run.workers.start()
         self.looking = asyncio.Semaphore(4)  # documents that are fetched at once
 

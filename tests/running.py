@@ -2,6 +2,7 @@
 
 - command, Started: `python ocr.py ...` as a user calls it, and one that can be interrupted or killed
 - tree, page_record: what a run left on disk
+- needs: skips a test whose real server is not installed
 - quick, read: ocr.run with workers in a thread, pages drawn as small pictures and pauses of milliseconds
 - picture_id: what the stand-in calls such a page
 """
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 
 import pytest
 from PIL import Image
+from serve import INSTALLED, interpreter
 from standin import Answer, Standin
 from support import one_page
 
@@ -49,6 +51,16 @@ def until(true: Callable[[], Any], seconds: float = 20) -> None:
     while not true():
         assert time.monotonic() < end, "it did not come to be"
         time.sleep(0.01)
+
+
+def needs(kind: str) -> None:
+    """Skips a test whose server (tests/servers/install.sh) is missing. In CI it fails where the server could be."""
+    if interpreter(kind):
+        return
+    why = INSTALLED / kind / "missing"
+    reason = why.read_text("utf-8").strip() if why.exists() else f"run tests/servers/install.sh {kind}"
+    expected = os.environ.get("CI") == "true" and os.environ.get("OCR_SERVERS") and not why.exists()
+    (pytest.fail if expected else pytest.skip)(f"{kind} is not installed: {reason}")
 
 
 # ---- the real command

@@ -911,6 +911,10 @@ class Standin:
             self._thread.join()
             self._thread = None
 
+    def close_port(self) -> None:
+        """Take no more connections, and leave those there are as they are."""
+        self._loop.call_soon_threadsafe(self._listener.close)
+
     def __enter__(self) -> Standin:
         return self.start()
 
@@ -923,7 +927,9 @@ class Standin:
         self._loop = asyncio.get_running_loop()
         self._slots, self._stopping = Slots(self.slots), asyncio.Event()
         try:
-            listener = await self._loop.create_server(lambda: Link(self), "127.0.0.1", self.port, backlog=4096)
+            self._listener = listener = await self._loop.create_server(
+                lambda: Link(self), "127.0.0.1", self.port, backlog=4096
+            )
         except OSError as e:
             return listening.set_exception(e)
         listening.set_result(listener.sockets[0].getsockname()[1])

@@ -213,7 +213,7 @@ def test_a_context_that_cuts_replies_stops_the_run_and_says_so(tmp_path: Path) -
     with Standin(Answer("words " * 9000), max_model_len=12500, tokens=50) as server:
         run = read(document, tmp_path / "out", server)
         assert run.result.exit_code == 3 and "its context is too small" in str(run.result.stopped)
-        assert "--max-model-len 18500" in str(run.result.stopped)
+        assert "--max-model-len 19200" in str(run.result.stopped)
         assert run.heard("the server's context is 12500 tokens")
         server.stop()
         server.max_model_len, server.answer = 24576, None
@@ -223,7 +223,7 @@ def test_a_context_that_cuts_replies_stops_the_run_and_says_so(tmp_path: Path) -
 
 def test_a_context_without_room_for_a_reply_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     with Standin(max_model_len=8192) as server:
-        with pytest.raises(ocr.NoServer, match=r"context is 8192 tokens.*--max-model-len 18500.*--max-tokens 2080"):
+        with pytest.raises(ocr.NoServer, match=r"context is 8192 tokens.*--max-model-len 19200.*--max-tokens 1376"):
             read(a_pdf(tmp_path / "a.pdf", 1), tmp_path / "out", server)
         assert server.requests == []
         assert read(tmp_path / "a.pdf", tmp_path / "out", server, max_tokens=2000).statuses == ["ok"]
@@ -474,6 +474,30 @@ def test_a_restart_in_the_middle_of_a_run_is_waited_for(tmp_path: Path) -> None:
         thread.join()
     assert run.statuses == ["ok"] * 60 and run.result.exit_code == 0
     assert run.heard("the server stopped answering") and run.heard("the server answers again")
+
+
+def test_replies_of_a_server_that_closed_its_port_are_asked_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM told to stop ends its engine and then waits for its clients, who would wait for it until --timeout."""
+    monkeypatch.setattr(ocr, "PORT_LOOK", 0.05)
+    monkeypatch.setattr(ocr, "LAST_WORDS", 0.5)
+    with Standin(lambda request: Stall(600) if request.turn == 0 else None) as old:
+        new = Standin(port=old.port)
+
+        def restart() -> None:
+            until(lambda: old.in_flight == 3)
+            old.close_port()
+            time.sleep(0.3)
+            new.start()
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        run = read(a_pdf(tmp_path / "a.pdf", 3), tmp_path / "out", old)
+        thread.join()
+        until(lambda: old.in_flight == 0)
+    new.stop()
+    assert run.statuses == ["ok"] * 3 and len(new.requests) == 3
 
 
 def test_a_dead_engine_stops_the_sending_until_it_answers(tmp_path: Path) -> None:

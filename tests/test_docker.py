@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fronts import DOCKER, nginx, nginx_conf, services
+from running import needs
+from serve import interpreter
+
+import ocr
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCKER = ROOT / "docker"
-sys.path.insert(0, str(ROOT / "tests" / "servers"))
-from serve import interpreter  # noqa: E402
-
-yaml = pytest.importorskip("yaml", reason="PyYAML, of requirements-dev.txt")
 
 SERVERS = {
     "nvfp4-mtp": "ragarwal/chandra-ocr-2-nvfp4-mtp",
@@ -28,19 +28,6 @@ SERVERS = {
     "fp8": "datalab-to/chandra-ocr-2",
     "nvfp4": "dangvansam/chandra-ocr-2-NVFP4",
 }
-PLACES = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\$\{[^{}]*\})*))?\}")
-
-
-def filled(text: str, **given: str) -> str:
-    """A text with its ${NAME:-default} filled in, as Compose does."""
-    while PLACES.search(text):
-        text = PLACES.sub(lambda place: given.get(place[1]) or place[2] or "", text)
-    return text
-
-
-def services(**given: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(filled((DOCKER / "compose.yaml").read_text("utf-8"), **given))["services"]
-    return found
 
 
 def healthcheck(service: dict[str, Any]) -> str:
@@ -117,6 +104,13 @@ def test_the_client() -> None:
                 assert (ROOT / file).exists() and f"!{file}" in (DOCKER / "Dockerfile.dockerignore").read_text("utf-8")
 
 
+def test_compose_is_as_its_specification_says() -> None:
+    """No docker is needed for this: a key that is misspelt or in the wrong place is found by the published schema."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, DOCKER / "compose.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_docker_reads_the_file() -> None:
     if not shutil.which("docker"):
         pytest.skip("no docker")
@@ -128,12 +122,8 @@ def test_docker_reads_the_file() -> None:
 
 
 def test_nginx_reads_its_file(tmp_path: Path) -> None:
-    nginx = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
-    if not nginx:
-        pytest.skip("no nginx")
-    text = (DOCKER / "nginx.conf").read_text("utf-8")
-    (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid;\nerror_log stderr;\n{text}", "utf-8")
-    done = subprocess.run([nginx, "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True, check=False)
+    conf = nginx_conf(tmp_path, (DOCKER / "nginx.conf").read_text("utf-8"))
+    done = subprocess.run([nginx(), "-t", "-c", conf], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -168,7 +158,10 @@ def server_commands() -> dict[str, list[str]]:
 
 PARSE = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
@@ -177,7 +170,8 @@ parsed = {}
 for name, flags in json.load(sys.stdin).items():
     try:
         args = parser.parse_args(["serve", *flags])
-        parsed[name] = {"model": args.model_tag, "name": args.served_model_name, "length": args.max_model_len}
+        wanted = "host", "served_model_name", "max_model_len"
+        parsed[name] = {flag: getattr(args, flag) for flag in wanted}
     except (SystemExit, ValueError) as e:
         parsed[name] = {"refused": str(e)}
 print("PARSED", json.dumps(parsed))
@@ -185,13 +179,14 @@ print("PARSED", json.dumps(parsed))
 
 
 def parse(commands: dict[str, list[str]]) -> tuple[dict[str, Any], str]:
-    python = interpreter("vllm")
-    if python is None:
-        expected = os.environ.get("OCR_SERVERS") or os.environ.get("VLLM_PYTHON")
-        message = "vLLM's parser is not installed: tests/servers/install.sh vllm"
-        pytest.fail(message) if os.environ.get("CI") == "true" and expected else pytest.skip(message)
+    needs("vllm")
     done = subprocess.run(
-        [python, "-c", PARSE], input=json.dumps(commands), capture_output=True, text=True, timeout=300, check=False
+        [str(interpreter("vllm")), "-c", PARSE],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("PARSED ")), None)
     assert line, done.stderr[-2000:]
@@ -206,7 +201,9 @@ def test_vllm_takes_every_flag() -> None:
     assert "refused" in parsed.pop("a wrong flag")
     for name, got in parsed.items():
         assert "refused" not in got, f"{name}: {got} {errors[-2000:]}"
-        assert got["name"] == ["chandra"] and got["length"] >= 18_500, name
+        assert got["host"] == "127.0.0.1", f"{name} listens to everybody"
+        assert got["served_model_name"] == ["chandra"], name
+        assert got["max_model_len"] >= ocr.MAX_TOKENS + ocr.PROMPT_TOKENS, name
 
 
 def test_commands_are_found_in_markdown() -> None:

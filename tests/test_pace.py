@@ -35,15 +35,19 @@ class Jumping(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
         return super().select(0)
 
 
-def simulate(slots: int, seconds: float, pages: int, rate: float = 20.0, metrics: bool = False, seed: int = 1) -> Any:
+def simulate(
+    slots: int, seconds: float, pages: int, rate: float = 20.0, metrics: bool = False, seed: int = 1, hosts: int = 1
+) -> Any:
     """A run of `pages`, `rate` drawn a second, on a server that takes `slots` at once for `seconds` x (0.5 to 1.5).
+
+    `hosts`: so many servers behind a router, whose counts are those of any one of them.
 
     Gives the pace, the seconds it took, and those an ideal client would have taken.
     """
     rng = random.Random(seed)
 
     async def run() -> tuple[ocr.Pace, float]:
-        pace, server, running = ocr.Pace(None), asyncio.Semaphore(slots), 0
+        pace, server, running = ocr.Pace(None), asyncio.Semaphore(slots * hosts), 0
         ready, loop = asyncio.Semaphore(6), asyncio.get_running_loop()
 
         async def page() -> None:
@@ -59,7 +63,7 @@ def simulate(slots: int, seconds: float, pages: int, rate: float = 20.0, metrics
 
         async def follow() -> None:
             while metrics:
-                pace.follow(running, pace.in_flight - running)
+                pace.follow(running // hosts, (pace.in_flight - running) // hosts)
                 await asyncio.sleep(1.0)
 
         follower = asyncio.create_task(follow())
@@ -74,7 +78,7 @@ def simulate(slots: int, seconds: float, pages: int, rate: float = 20.0, metrics
 
     with asyncio.Runner(loop_factory=SimulatedTime) as runner:
         pace, took = runner.run(run())
-    return pace, took, max(pages / rate, pages * seconds / slots)
+    return pace, took, max(pages / rate, pages * seconds / slots / hosts)
 
 
 @pytest.mark.parametrize(("slots", "seconds"), [(1, 5.0), (2, 2.0), (4, 3.0), (8, 6.0)])
@@ -104,6 +108,13 @@ def test_a_server_that_tells_its_queue_is_followed(slots: int) -> None:
     assert took < 1.1 * ideal + 10
     assert pace.most >= slots
     assert pace.limit <= max(32, 3 * slots)
+
+
+@pytest.mark.parametrize(("slots", "hosts"), [(64, 2), (128, 2), (64, 4)])
+def test_hosts_behind_a_router_are_filled_though_it_tells_the_counts_of_one(slots: int, hosts: int) -> None:
+    pace, took, ideal = simulate(slots, 10.0, 16 * slots * hosts, rate=60.0, metrics=True, hosts=hosts)
+    assert pace.most >= slots * hosts
+    assert took < 1.25 * ideal + 10
 
 
 def test_a_fixed_number_is_kept() -> None:

@@ -410,7 +410,7 @@ def test_digests_are_found_among_sorted_ones(known: set[int], other: int) -> Non
 def test_a_file_that_is_no_rows_is_named(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages/x.parquet").write_bytes(b"no")
-    with pytest.raises(ocr.OutputError, match="x[.]parquet: cannot be read"):
+    with pytest.raises(ocr.OutputError, match=r"x\.parquet: cannot be read"):
         ocr_ray.scan(a_plan(tmp_path))
 
 

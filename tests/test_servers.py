@@ -7,39 +7,33 @@ are expected: with OCR_SERVERS, VLLM_PYTHON or MLX_PYTHON set. Together they tak
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import command, page_record, until
+from PIL import Image
+from running import command, needs, page_record, until
+from serve import MTP, RealServer, interpreter, make_checkpoint
 from support import one_page
 
+import benchmark
 import benchmark_speed
 import ocr
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "servers"))
-from serve import MTP, RealServer, interpreter, make_checkpoint
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 if sys.platform != "linux":
     pytest.skip("the servers' processes are looked for in /proc", allow_module_level=True)
-
-
-def needs(kind: str) -> None:
-    """Skips, or fails in CI where the server is expected."""
-    if interpreter(kind) is None:
-        message = f"{kind} is not installed: tests/servers/install.sh {kind}"
-        expected = any(os.environ.get(name) for name in ("OCR_SERVERS", f"{kind.upper()}_PYTHON"))
-        pytest.fail(message) if os.environ.get("CI") == "true" and expected else pytest.skip(message)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +136,20 @@ def test_vllm_reads_a_page(vllm: RealServer, pages: dict[str, Path]) -> None:
     assert after.kv is not None and benchmark_speed.mtp_facts(before, after) is None
 
 
+def test_the_largest_page_has_the_tokens_that_the_context_allows_for(vllm: RealServer) -> None:
+    few, many = ((896, 448), (1008, 6160))  # the latter is one of the sizes with the most tokens
+    assert ocr.sent_size(*many) == many
+    answers = [ask(vllm, png=blank(size), max_tokens=1) for size in (few, many)]
+    counts = [answer.prompt_tokens or 0 for answer in answers]
+    assert counts[1] - counts[0] == 6144 - ocr.image_tokens(few)
+    # The checkpoint's tokenizer is its own: with the real one 581 tokens stand beside the image.
+    assert ocr.PROMPT_TOKENS - 6144 >= 581
+
+
+def blank(size: tuple[int, int]) -> bytes:
+    return base64.b64encode(ocr.encode_png(Image.new("L", size, 255)))
+
+
 def test_vllm_leaves_a_loop_by_the_retry_schedule(vllm: RealServer, pages: dict[str, Path]) -> None:
     code, said, record = read(pages["loop"], vllm, "--max-tokens", 800, "--no-check")
     assert code == 0, said
@@ -195,6 +203,35 @@ def test_mtp_is_counted(mtp: RealServer, pages: dict[str, Path]) -> None:
     facts = benchmark_speed.mtp_facts(before, counters(mtp))
     assert facts and facts["mean_accepted_length"] > 3 and len(facts["acceptance"]) == 3
     assert benchmark_speed.mtp_warning(facts) is None
+    done = command("--check", "--url", mtp.url, "--max-tokens", 1000)
+    assert done.returncode == 0 and re.search(r"ok    MTP: [34]\.\d\d tokens a step", done.stdout), done.stdout
+
+
+def test_speed_agrees_with_the_counters(mtp: RealServer, tmp_path: Path) -> None:
+    data, out = tmp_path / "long.pdf", tmp_path / "speed"
+    data.write_bytes(one_page("long", box="0 0 200 200", pages=3))
+    before = counters(mtp)
+    words = ["speed", "--data", data, "--url", mtp.url, "--out", out, "--concurrency", "2", "--seconds", "12"]
+    assert benchmark.main([str(word) for word in [*words, "--max-tokens", 1000, "--gpu", "none", "--workers", 1]]) == 0
+    after = counters(mtp)
+    asked = [json.loads(line) for line in (out / "requests-0002.jsonl").read_text("utf-8").splitlines()]
+    level = json.loads((out / "run.json").read_text("utf-8"))["levels"]["2"]
+    server = level["server"]
+    assert not level["errors"] and level["finish"].keys() == {"stop"} and level["replies"] >= 4
+    # Every token that a reply says was counted, and no other.
+    assert after.since(before, "generation_tokens_total") == sum(one["tokens"] for one in asked)
+    assert after.since(before, "request_success_total") == len(asked)
+    assert server["disagreement"] == 0
+    # The window cuts replies at its ends, the server's counters do not.
+    most = max(one["tokens"] for one in asked) * 2 / level["seconds"]
+    assert abs(server["tokens_per_second"] - level["tokens_per_second"]) <= most
+    # Its drafts are right but for a reply's first piece.
+    whole = benchmark_speed.mtp_facts(before, after)
+    assert whole and server["mtp"]
+    for facts in (whole, server["mtp"]):
+        assert 3 < facts["mean_accepted_length"] <= 4 and min(facts["acceptance"]) > 0.8
+    steps = after.since(before, "spec_decode_num_drafts_total")
+    assert whole["mean_accepted_length"] * (steps or 0) == pytest.approx(sum(one["tokens"] for one in asked), rel=0.15)
 
 
 def test_a_context_that_is_too_small(checkpoint: Path, pages: dict[str, Path]) -> None:
@@ -246,39 +283,63 @@ def busy(server: RealServer) -> bool:
     return counters(server).values["num_requests_running"] > 0
 
 
-def kill_engine(server: RealServer) -> None:
-    """The engine's process dies; the port answers a while longer."""
+def end_engine(server: RealServer, how: signal.Signals) -> None:
     for pid in server.children():
         name = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
         if b"EngineCore" in name:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, how)
             return
     raise AssertionError("no engine found")
 
 
-def stop_gently(server: RealServer) -> None:
-    server.stop()
+def judge(run: Background, pages: dict[str, Path], tokens: int) -> None:
+    """The run is complete, and what was not whole counts for nothing: its first reply is the greedy one, cut off."""
+    result = run.end()
+    assert result.exit_code == 0 and not result.stopped, run.said
+    record = page_record(pages["loop"].parent / "out", "loop")
+    assert record["status"] == "ok" and record["attempts"][0]["completion_tokens"] == tokens
+    assert {a["finish_reason"] for a in record["attempts"]} <= {"length", "stop"}
 
 
-@pytest.mark.parametrize("end", [kill_engine, stop_gently], ids=["engine-killed", "server-stopped"])
-def test_a_server_that_ends_is_waited_for(
-    end: Callable[[RealServer], None], vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+# Killed: every request gets a 500 for a while, then nobody listens. Stopped, as by a service manager that tells all of
+# a server's processes: half a reply comes with "abort".
+@pytest.mark.parametrize(
+    ("how", "words"), [(signal.SIGKILL, "EngineCore|Disconnected|Connect"), (signal.SIGTERM, "abort")]
+)
+def test_a_server_whose_engine_ends_is_waited_for(
+    how: signal.Signals, words: str, vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
     until(lambda: busy(vllm), 60)
-    end(vllm)
+    end_engine(vllm, how)
     until(lambda: run.faults, 60)
     vllm.stop()
     vllm.start()
-    result = run.end()
-    assert result.exit_code == 0 and not result.stopped
-    record = page_record(pages["loop"].parent / "out", "loop")
-    assert record["status"] == "ok"
-    # What was not whole counts for nothing: the first reply that stands is the greedy one, cut off at its own limit.
-    assert record["attempts"][0]["completion_tokens"] == 1200
-    assert {a["finish_reason"] for a in record["attempts"]} <= {"length", "stop"}
-    # Half a reply with "abort", a 500, or a connection that ends: it depends on how far the server gets.
-    assert re.search("abort|EngineCore|Disconnected|Connect", run.faults[0])
+    judge(run, pages, 1200)
+    assert re.search(words, run.faults[0]), run.faults
+
+
+def test_a_server_that_is_told_to_stop_is_waited_for(
+    vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is gone at once. What its clients hear, if anything, differs: it may wait for them to hang up."""
+    monkeypatch.setattr(ocr, "PORT_LOOK", 0.5)
+    monkeypatch.setattr(ocr, "LAST_WORDS", 10.0)
+    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
+    until(lambda: busy(vllm), 60)
+    old, vllm.process = vllm.process, None
+    assert old
+    old.terminate()
+    until(lambda: not listens(vllm), 30)
+    vllm.start()
+    judge(run, pages, 1200)
+    assert re.search("closed its port|abort|EngineCore", run.faults[0]), run.faults
+    old.wait(30)
+
+
+def listens(server: RealServer) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", server.port)) == 0
 
 
 def test_prefix_caching_on_a_cpu_ends_the_engine_and_the_run_goes_on_after(
@@ -291,10 +352,8 @@ def test_prefix_caching_on_a_cpu_ends_the_engine_and_the_run_goes_on_after(
         run = Background(monkeypatch, pages["loop"], crashing, max_tokens=400)
         until(lambda: run.faults, 120)
     with RealServer("vllm", checkpoint, port=crashing.port):
-        assert run.end().exit_code == 0
-    assert any("EngineCore" in fault or "Connect" in fault or "Disconnected" in fault for fault in run.faults)
-    record = page_record(pages["loop"].parent / "out", "loop")
-    assert record["status"] == "ok" and record["attempts"][0]["completion_tokens"] == 400
+        judge(run, pages, 400)
+    assert re.search("EngineCore|Disconnected|Connect", run.faults[0]), run.faults
 
 
 # ---- mlx_vlm.server

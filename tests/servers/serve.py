@@ -3,8 +3,8 @@
     python tests/servers/serve.py vllm --port 8000 [--mtp] [FLAG...]
     python tests/servers/serve.py mlx --port 8000 [FLAG...]
 
-Then, in another terminal: python ocr.py tests/data/sample.pdf --url http://127.0.0.1:8000/v1. Ctrl-C ends it. In a
-test: `with RealServer("vllm", folder) as server: ... server.url`.
+Then, in another terminal: python ocr.py tests/data/sample.pdf --url http://127.0.0.1:8000/v1. Ctrl-C or a kill ends
+it. In a test: `with RealServer("vllm", folder) as server: ... server.url`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ START_LIMIT = 480.0  # s, on a busy machine
 
 
 def interpreter(kind: str) -> Path | None:
-    """The Python of a server's environment: VLLM_PYTHON or MLX_PYTHON, or where install.sh put it (OCR_SERVERS)."""
+    """The Python of a server's environment: VLLM_PYTHON and its like, or where install.sh put it (OCR_SERVERS)."""
     if given := os.environ.get(f"{kind.upper()}_PYTHON"):
         return Path(given)
     found = INSTALLED / kind / "bin" / "python"
@@ -110,13 +110,21 @@ class RealServer:
                 self.command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT, start_new_session=True
             )
         deadline = time.monotonic() + START_LIMIT
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(self.get("/v1/models"))["data"]:
-                    return self
-            time.sleep(0.5)
-        self.stop()
-        raise RuntimeError(f"{self.kind} did not start:\n{self.log.read_text('utf-8', 'replace')[-3000:]}")
+        try:
+            while not self.lists_models():
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    said = self.log.read_text("utf-8", "replace")[-3000:]
+                    raise RuntimeError(f"{self.kind} did not start:\n{said}")
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def lists_models(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json.loads(self.get("/v1/models"))["data"])
+        return False
 
     def stop(self, wait: float = 30.0) -> None:
         """Ends it as a person would; what is left after a while is killed."""
@@ -164,18 +172,24 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--mtp", action="store_true", help="vllm: speculative decoding with the MTP layer")
     args, flags = parser.parse_known_args()
+    # In a script's background Ctrl-C is ignored from the start, and a plain kill would leave the server behind.
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, interrupt)
     maker = interpreter("vllm") or interpreter("mlx")
     if not (maker and interpreter(args.kind)):
         print(f"{args.kind} is not installed: run {HERE / 'install.sh'} {args.kind}", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
         model = make_checkpoint(Path(folder), maker)
         with RealServer(args.kind, model, [*(MTP if args.mtp else ()), *flags], args.port) as server:
             print(server.url, flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                assert server.process
-                server.process.wait()
+            assert server.process
+            return server.process.wait()
     return 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
