@@ -1113,24 +1113,22 @@ def start_ray(address: str | None) -> None:
     import logging
 
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None:
-        with hushed():
-            ray.init(
-                num_cpus=max(2, ocr.cores()),
-                object_store_memory=OBJECT_STORE,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                **quiet,
-            )
-        return
-    # The two files travel to every node; a node's own environment holds the packages and the stores' keys.
+    if address is None and len(tempfile.gettempdir()) > 40:  # Ray's sockets lie there, and their paths have 107 bytes
+        os.environ.setdefault("RAY_TMPDIR", "/tmp")
     with tempfile.TemporaryDirectory() as folder, hushed():
-        for path in (Path(ocr.__file__), Path(__file__)):
-            shutil.copy(path, folder)
         try:
+            if address is None:
+                cores, node = max(2, ocr.cores()), "127.0.0.1"
+                own = {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
+                ray.init(_node_ip_address=node, **own, **quiet)
+                return
+            # The two files travel to every node; a node's own environment holds the packages and the stores' keys.
+            for path in (Path(ocr.__file__), Path(__file__)):
+                shutil.copy(path, folder)
             ray.init(address=address, runtime_env={"working_dir": folder}, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as e:
-            raise ocr.BadUsage(f"--address {address}: no Ray cluster answers: {ocr.reason(e)}") from None
+        except Exception as e:  # whatever a machine makes Ray raise
+            where = "Ray does not start here" if address is None else f"--address {address}: no Ray cluster answers"
+            raise ocr.BadUsage(f"{where}: {ocr.reason(e)}") from None
 
 
 @contextlib.contextmanager
@@ -1296,7 +1294,10 @@ def read(args: argparse.Namespace, settings: ocr.Settings, progress: ocr.Progres
     settle(plan)
     known = what_is_done(plan, scan(plan), run.wanted)
     inputs = write_parts(plan, args.inputs, lambda name, error: progress.event("warning", f"{name}: {error}"), known[1])
-    watch = work(plan, inputs.parts, run.wanted, known, args, progress) if inputs.parts else None
+    watch = None
+    if inputs.parts:
+        with contextlib.redirect_stdout(sys.stderr):  # where Ray says what became of its processes
+            watch = work(plan, inputs.parts, run.wanted, known, args, progress)
     for number in range(inputs.parts):
         remove(plan, part_file(plan, number))
     told, counts = (watch.parts, watch.counts) if watch else ({}, collections.Counter[str]())
@@ -1634,6 +1635,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ocr_ray.py: interrupted. Run the same command again to go on where it stopped.", file=sys.stderr)
         return ocr.EXIT_INTERRUPTED
+    except Exception as e:
+        if args.verbose:
+            raise
+        why = f"{type(e).__name__}: {ocr.reason(e)} (--verbose says where). What is done is kept."
+        print(f"ocr_ray.py: a bug, please report it: {why}", file=sys.stderr)
+        return ocr.EXIT_INCOMPLETE
     if args.json:
         print(json.dumps(record, ensure_ascii=False, indent=1))
     elif not args.quiet:
