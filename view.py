@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lxml import etree
     from PIL import Image
 
-FORMAT = 2  # of the files written; others are written again
+FORMAT = 3  # of the files written; others are written again
 ASSETS = Path(__file__).resolve().parent / "viewer"
 UNFINISHED = "unfinished"  # a page with files but no record: the run stopped there
 STATUSES = (ocr.OK, ocr.SUSPECT, ocr.FAILED, UNFINISHED)
@@ -207,7 +207,7 @@ class Test:
     tags: tuple[str, ...] = ()
 
 
-Tests = dict[tuple[str, int], list[Test]]  # by a document's place and a page number
+Tests = dict[tuple[Path, int], list[Test]]  # by a document's folder and a page number
 
 
 def benchmark_tests(run: Path, entries: Sequence[Entry], data: Path | None) -> Tests:
@@ -236,7 +236,7 @@ def omni_tests(run: Path, entries: Sequence[Entry], data: Path | None) -> Tests:
                 words_of(asked.get(name)),
                 tuple(map(str, line.get("tags") or ())),
             )
-            tests.setdefault((entry.place, 1), []).append(test)
+            tests.setdefault((entry.folder, 1), []).append(test)
     return tests
 
 
@@ -270,11 +270,11 @@ def olmocr_tests(run: Path, entries: Sequence[Entry]) -> Tests:
         # Which of the benchmark's PDFs this is, its path says: folder and name.
         pdf = "/".join(entry.source.parts[-2:]) if entry.source else ""
         for page, test in by_pdf.get(pdf, []):
-            tests.setdefault((entry.place, page), []).append(test)
+            tests.setdefault((entry.folder, page), []).append(test)
         if (name := f"{pdf}_baseline") in failed:
             asked = "some text that does not run on, in the page's own script"
             test = Test(name, "baseline", False, reasons.get(name, ""), asked, ("baseline",))
-            tests.setdefault((entry.place, 1), []).append(test)
+            tests.setdefault((entry.folder, 1), []).append(test)
     return tests
 
 
@@ -302,8 +302,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def words_of(value: Any) -> str:
     """A test's arguments on one line, without those that are empty."""
     if isinstance(value, dict):
-        parts = [f"{key}: {words_of(inner)}" for key, inner in value.items() if inner not in ("", None, False, 0)]
-        return parts[0].split(": ", 1)[1] if set(value) <= {"text", "max_diffs"} and parts else "; ".join(parts)
+        said = {key: words_of(inner) for key, inner in value.items() if inner not in ("", None, False, 0, [], {})}
+        if set(said) == {"text", "max_diffs"}:
+            del said["max_diffs"]
+        if len(said) == 1:  # what it is about needs no name
+            return next(iter(said.values()))
+        return "; ".join(f"{key}: {words}" for key, words in said.items())
     if isinstance(value, list):
         return ", ".join(map(words_of, value))
     return "" if value is None else str(value)
@@ -325,6 +329,7 @@ class PageJob:
     other: Path | None
     compare: bool
     tests: tuple[Test, ...]
+    other_tests: tuple[Test, ...]
 
 
 class PageRow(NamedTuple):
@@ -335,6 +340,7 @@ class PageRow(NamedTuple):
     size: tuple[int, int]
     drawn: bool
     score: tuple[int, int] | None  # tests passed, of all; or words that differ, of all
+    tests: tuple[int, int] | None  # those that only this run passes, and only the other one
     text: str
 
 
@@ -367,17 +373,28 @@ def make_page(job: PageJob) -> PageRow:
     if job.compare:
         page["other"] = read_page(job.other, job.number, job.view) if job.other else absent()
         score = mark_differences(page, page["other"])
+        if job.other_tests:
+            page["other"]["tests"] = [dataclasses.asdict(test) for test in job.other_tests]
     if job.tests:
         page["tests"] = [dataclasses.asdict(test) for test in job.tests]
-        score = score or (sum(test.passed is not False for test in job.tests), len(job.tests))
+        scored = [test.passed for test in job.tests if test.passed is not None]
+        score = score or ((sum(scored), len(scored)) if scored else None)
     finish_blocks(page["blocks"])
     finish_blocks((page.get("other") or {}).get("blocks", []))
     why = page["error"] or "; ".join(page["reasons"])
-    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, page["text"])
+    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, unlike(job), page["text"])
     head = json.dumps({"stamp": stamp, "row": row._replace(text="")})
     key = json.dumps(f"page/{job.target.name}/{job.number}")
     ocr.write_atomic(path, f"// {head}\nOCR.put({key},\n{script_json(page)}\n);\n")
     return row
+
+
+def unlike(job: PageJob) -> tuple[int, int] | None:
+    """How many tests only this run passes, and how many only the other one; None for none."""
+    theirs = {test.id: test.passed for test in job.other_tests}
+    pairs = [(test.passed, theirs[test.id]) for test in job.tests if test.id in theirs]
+    only = pairs.count((True, False)), pairs.count((False, True))
+    return only if any(only) else None
 
 
 def stamp_of(job: PageJob) -> str:
@@ -387,7 +404,8 @@ def stamp_of(job: PageJob) -> str:
     ]
     stamps = [ocr.file_stamp(file) if file.exists() else None for file in files]
     drawn = job.document and (str(job.document.source), job.document.stamp)
-    parts = [FORMAT, stamps, drawn, job.trouble, job.compare, [dataclasses.astuple(test) for test in job.tests]]
+    tests = [[dataclasses.astuple(test) for test in tests] for tests in (job.tests, job.other_tests)]
+    parts = [FORMAT, stamps, drawn, job.trouble, job.compare, tests]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -437,7 +455,7 @@ def read_page(folder: Path, number: int, view: Path) -> dict[str, Any]:
     with contextlib.suppress(KeyError, TypeError, ValueError):
         page["size"] = (int(image["width"]), int(image["height"]))
     page["md"] = cut(read_text(ocr.page_file(folder, number, ".md")))
-    page["json"] = cut(json.dumps({k: v for k, v in record.items() if k != "raw"}, ensure_ascii=False, indent=1))
+    page["json"] = cut(readable_json({key: value for key, value in record.items() if key != "raw"}))
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
         page["raw"] = cut(str(ocr.raw_reply(folder, number)))
     if page["raw"]:
@@ -449,6 +467,12 @@ def read_page(folder: Path, number: int, view: Path) -> dict[str, Any]:
         except Exception as e:  # a reply that the client itself would trip over
             page["notes"].append(f"the reply cannot be shown as text: {type(e).__name__}: {ocr.reason(e)}")
     return page
+
+
+def readable_json(value: Any) -> str:
+    """JSON over lines, but lists of numbers, as boxes are, on one."""
+    text = json.dumps(value, ensure_ascii=False, indent=2)  # no string in it holds a line's end
+    return re.sub(r"\[\n[\d\s.,eE+-]*\]", lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text)
 
 
 def address(path: Path, view: Path) -> str:
@@ -749,6 +773,9 @@ class Viewer:
         if args.compare:
             self.entries = pair_up(self.entries, args.compare)
         self.tests = benchmark_tests(run, self.entries, args.data)
+        self.other_tests: Tests = {}
+        if args.compare and self.tests:
+            self.other_tests = benchmark_tests(args.compare, find_documents(args.compare, args.data), args.data)
         self.by_tests = bool(self.tests) and not args.compare  # what "worst" means
         self.index = Index(target / "data")
         self.workers = ocr.Workers(args.workers or ocr.cores(), ocr.start_worker)
@@ -809,11 +836,10 @@ class Viewer:
         self, place: int, entry: Entry, number: int, document: ocr.Document | None, trouble: str | None
     ) -> tuple[list[Any], str]:
         """A page's row for the index, and its text; a page whose picture cannot be drawn goes without."""
-        tests = tuple(self.tests.get((entry.place, number), ()))
-        target = self.target / "pages" / entry.id
-        job = PageJob(
-            entry.folder, number, target, self.target, document, trouble, entry.other, bool(self.args.compare), tests
-        )
+        tests = tuple(self.tests.get((entry.folder, number), ()))
+        others = tuple(self.other_tests.get((entry.other, number), ())) if entry.other else ()
+        target, compare = self.target / "pages" / entry.id, bool(self.args.compare)
+        job = PageJob(entry.folder, number, target, self.target, document, trouble, entry.other, compare, tests, others)
         row: PageRow | None = None
         why = trouble
         tries = [document, document and dataclasses.replace(document, forms=False), None]
@@ -828,10 +854,10 @@ class Viewer:
             except Exception as e:
                 why = f"{type(e).__name__}: {ocr.reason(e)}"
         if row is None:
-            row = PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, "")
+            row = PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, None, "")
         status = STATUSES.index(row.status) if row.status in STATUSES else len(STATUSES) - 1
         score = list(row.score) if row.score else 0
-        return [place, number, status, row.why, *row.size, int(row.drawn), score], row.text
+        return [place, number, status, row.why, *row.size, int(row.drawn), score, row.tests or 0], row.text
 
     def write_index(self) -> None:
         """The rows in order, those with a score also worst first; the documents; the summary."""
@@ -876,12 +902,14 @@ class Viewer:
             "chunk": CHUNK,
             "pages": len(rows),
             "documents": len(documents),
+            "unread": sum(entry.error is not None and not entry.numbers for entry in self.entries),
             "scored": ("tests" if self.by_tests else "words") if scored else "",
-            # Of each chunk, how many pages have each status: a filter passes over the others.
+            # Of each chunk, how many pages have each status, are bad, have tests unlike: filters pass over the others.
             "counts": {
                 name: [
                     [sum(row[4] == s for row in items[i : i + CHUNK]) for s in range(len(STATUSES))]
                     + [sum(is_bad(row[9], self.by_tests) for row in items[i : i + CHUNK])]
+                    + [sum(bool(row[10]) for row in items[i : i + CHUNK])]
                     for i in range(0, len(items), CHUNK)
                 ]
                 for name, items in lists.items()
