@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lxml import etree
     from PIL import Image
 
-FORMAT = 3  # of the files written; others are written again
+FORMAT = 4  # of the files written; others are written again
 ASSETS = Path(__file__).resolve().parent / "viewer"
 UNFINISHED = "unfinished"  # a page with files but no record: the run stopped there
 STATUSES = (ocr.OK, ocr.SUSPECT, ocr.FAILED, UNFINISHED)
@@ -59,7 +59,8 @@ SHARD = 100  # pages' words in a file of it
 PICTURE = (1024, 5000)  # px: the short and the long side of a page's picture at most
 THUMBNAIL = (240, 320)  # px, drawn at half of it
 LONGEST_TEXT = 400_000  # characters of a page that a tab shows
-PAGE_LIMIT = 120.0  # s to make a page
+BATCH = 16  # pages that a worker process makes in a go
+PAGE_LIMIT = 120.0  # s to make a page, or a batch of them
 
 
 # ----------------------------------------------------------------------------------------------------------- Finding
@@ -341,7 +342,7 @@ class PageRow(NamedTuple):
     drawn: bool
     score: tuple[int, int] | None  # tests passed, of all; or words that differ, of all
     tests: tuple[int, int] | None  # those that only this run passes, and only the other one
-    text: str
+    words: str  # that a search finds it by, a space between them
 
 
 def open_source(source: Path, sha256: str | None, password: str | None) -> ocr.Document:
@@ -352,12 +353,15 @@ def open_source(source: Path, sha256: str | None, password: str | None) -> ocr.D
     return ocr.Document(source, looked.kind, looked.pages, looked.sha256, looked.stamp, password, looked.has_forms)
 
 
+def make_pages(jobs: Sequence[PageJob]) -> list[PageRow]:
+    return [make_page(job) for job in jobs]
+
+
 def make_page(job: PageJob) -> PageRow:
     """Writes a page's data and pictures, unless they are there, and tells its row."""
     path, stamp = job.target / f"{job.number:04d}.js", stamp_of(job)
     if (row := row_on_disk(path, stamp)) is not None:
         return row
-    job.target.mkdir(parents=True, exist_ok=True)
     page = read_page(job.folder, job.number, job.view)
     note = job.trouble
     if job.document:
@@ -382,11 +386,25 @@ def make_page(job: PageJob) -> PageRow:
     finish_blocks(page["blocks"])
     finish_blocks((page.get("other") or {}).get("blocks", []))
     why = page["error"] or "; ".join(page["reasons"])
-    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, unlike(job), page["text"])
-    head = json.dumps({"stamp": stamp, "row": row._replace(text="")})
+    words = " ".join(sorted(search_words(page["text"])))
+    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, unlike(job), words)
+    head = script_json({"stamp": stamp, "row": row})
     key = json.dumps(f"page/{job.target.name}/{job.number}")
-    ocr.write_atomic(path, f"// {head}\nOCR.put({key},\n{script_json(page)}\n);\n")
+    save(path, f"// {head}\nOCR.put({key}, {script_json(page)});\n".encode("utf-8", "replace"))
     return row
+
+
+def save(path: Path, data: bytes) -> None:
+    """Writes a file, unless it holds that already: a copy of the view is brought up to date by what changed.
+    Raises OutputError."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == len(data) and path.read_bytes() == data:
+            return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ocr.write_atomic(path, data)
+    except OSError as e:
+        raise ocr.OutputError(f"{ocr.show(path.parent)}: cannot be written: {ocr.reason(e)}") from None
 
 
 def unlike(job: PageJob) -> tuple[int, int] | None:
@@ -399,14 +417,20 @@ def unlike(job: PageJob) -> tuple[int, int] | None:
 
 def stamp_of(job: PageJob) -> str:
     """Names everything a page is made of."""
-    files = [
-        ocr.page_file(folder, job.number, s) for folder in (job.folder, job.other) if folder for s in (".json", ".md")
-    ]
-    stamps = [ocr.file_stamp(file) if file.exists() else None for file in files]
+    folders = [folder for folder in (job.folder, job.other) if folder]
+    stamps = [file_stamp(ocr.page_file(folder, job.number, s)) for folder in folders for s in (".json", ".md")]
     drawn = job.document and (str(job.document.source), job.document.stamp)
     tests = [[dataclasses.astuple(test) for test in tests] for tests in (job.tests, job.other_tests)]
     parts = [FORMAT, stamps, drawn, job.trouble, job.compare, tests]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    """None while a run that goes on has not written it."""
+    try:
+        return ocr.file_stamp(path)
+    except OSError:
+        return None
 
 
 def row_on_disk(path: Path, stamp: str) -> PageRow | None:
@@ -414,10 +438,7 @@ def row_on_disk(path: Path, stamp: str) -> PageRow | None:
     try:
         with open(path, encoding="utf-8") as file:
             head = json.loads(file.readline()[3:])
-            if head["stamp"] != stamp:
-                return None
-            file.readline()
-            return PageRow(*head["row"])._replace(text=json.loads(file.readline())["text"])
+            return PageRow(*head["row"]) if head["stamp"] == stamp else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -444,24 +465,26 @@ def read_page(folder: Path, number: int, view: Path) -> dict[str, Any]:
     record = ocr.read_json(ocr.page_file(folder, number, ".json"))
     status = record.get("status")
     page = absent() | {"number": number, "status": status if status in STATUSES else UNFINISHED, "error": None}
-    page["reasons"] = [str(item) for item in record.get("reasons") or []]
-    page["notes"] = [str(item) for item in record.get("notes") or []]
+    page["reasons"] = [str(item) for item in listed(record.get("reasons"))]
+    page["notes"] = [str(item) for item in listed(record.get("notes"))]
     page["error"] = record.get("error") and str(record["error"])
     if page["status"] == UNFINISHED:
         page["error"] = "the run stopped before this page was done"
-    page["attempts"] = [item for item in record.get("attempts") or [] if isinstance(item, dict)]
+    page["attempts"] = [item for item in listed(record.get("attempts")) if isinstance(item, dict)]
     page["kept"] = record.get("kept")
     image = record.get("image") or {}
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        page["size"] = (int(image["width"]), int(image["height"]))
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        size = int(image["width"]), int(image["height"])
+        page["size"] = size if min(size) > 0 and max(size) < 1_000_000 else None
     page["md"] = cut(read_text(ocr.page_file(folder, number, ".md")))
-    page["json"] = cut(readable_json({key: value for key, value in record.items() if key != "raw"}))
+    page["json"] = cut(json.dumps({key: value for key, value in record.items() if key != "raw"}, ensure_ascii=False))
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
         page["raw"] = cut(str(ocr.raw_reply(folder, number)))
     if page["raw"]:
         try:
             page["images"] = address(folder / "images", view) + "/"
-            blocks = ocr.page_blocks(folder, number, {"blocks": record.get("blocks") or []}, "images/")
+            named = [{"image": image_of(block)} for block in listed(record.get("blocks"))]
+            blocks = ocr.page_blocks(folder, number, {"blocks": named}, "images/")
             page["blocks"] = [block_data(block) for block in blocks]
             page["text"] = " ".join(" ".join([*ocr.text_lines(block.element), *alt_texts(block)]) for block in blocks)
         except Exception as e:  # a reply that the client itself would trip over
@@ -469,10 +492,15 @@ def read_page(folder: Path, number: int, view: Path) -> dict[str, Any]:
     return page
 
 
-def readable_json(value: Any) -> str:
-    """JSON over lines, but lists of numbers, as boxes are, on one."""
-    text = json.dumps(value, ensure_ascii=False, indent=2)  # no string in it holds a line's end
-    return re.sub(r"\[\n[\d\s.,eE+-]*\]", lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text)
+def listed(value: Any) -> list[Any]:
+    """A record's list; an empty one where it holds something else."""
+    return value if isinstance(value, list) else []
+
+
+def image_of(block: Any) -> str | None:
+    """The file of a block's figure, as the record tells it."""
+    name = block.get("image") if isinstance(block, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def address(path: Path, view: Path) -> str:
@@ -510,9 +538,17 @@ def block_data(block: ocr.Block) -> dict[str, Any]:
     return data | ({"inside": [{"label": inner["label"], "box": inner["box"]} for inner in inside]} if inside else {})
 
 
+# What `ocr.to_html` wraps a block in.
+BLOCK = re.compile(r'<div class="block [\w-]+">(.*)</div>', re.DOTALL)
+
+
 def finish_blocks(blocks: Iterable[dict[str, Any]]) -> None:
-    """Gives blocks the HTML that is shown: the viewer's classes and no others, tables that scroll, formulas drawn."""
+    """Gives blocks the HTML that is shown: the viewer's classes and no others, formulas drawn."""
     for block in blocks:
+        whole = BLOCK.fullmatch(block["html"])
+        if whole and "class=" not in whole[1].replace('<span class="math">', ""):
+            block["html"] = ocr.maths_drawn(whole[1])  # most blocks: `ocr.to_html` has sanitized them
+            continue
         root = tree_of(block["html"])
         for element in root.iter():
             classes = [c for c in (element.get("class") or "").split() if c == "math" or c.startswith("language-")]
@@ -549,9 +585,9 @@ def draw(job: PageJob) -> tuple[str, tuple[int, int]]:
         wanted = (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
         image = image.resize(wanted, resample=3, reducing_gap=2.0)
     name = f"{job.number:04d}.webp"
-    ocr.write_atomic(job.target / name, webp(image, 75))
+    save(job.target / name, webp(image, 75))
     image.thumbnail(THUMBNAIL, reducing_gap=2.0)
-    ocr.write_atomic(job.target / f"{job.number:04d}s.webp", webp(image, 60))
+    save(job.target / f"{job.number:04d}s.webp", webp(image, 60))
     return name, size
 
 
@@ -702,6 +738,9 @@ def search_words(text: str) -> set[str]:
     """The words a page is found by: small letters without accents; of unspaced scripts every pair of signs."""
     found: set[str] = set()
     for run in set(letters().findall(folded(text))):
+        if run.isascii():
+            found.add(run[:LONGEST_WORD])
+            continue
         for part in UNSPACED.findall(run):
             found.update(part)
             found.update(part[i : i + 2] for i in range(len(part) - 1))
@@ -729,13 +768,12 @@ class Index:
     def __init__(self, folder: Path):
         self.folder = folder
         self.segments: list[list[int]] = []  # first page, pages, shards
-        folder.mkdir(parents=True, exist_ok=True)
-        self.stale = {path.name for path in folder.glob("*.js")}
+        self.stale = {name for name in list_names(folder) if name.endswith(".js")}
 
     def put(self, key: str, value: Any) -> None:
         name = key.replace("/", "-") + ".js"
         self.stale.discard(name)
-        ocr.write_atomic(self.folder / name, f"OCR.put({json.dumps(key)}, {script_json(value)});\n")
+        save(self.folder / name, f"OCR.put({json.dumps(key)}, {script_json(value)});\n".encode("utf-8", "replace"))
 
     def chunks(self, name: str, items: Sequence[Any]) -> int:
         """Writes a list in chunks; how many."""
@@ -744,20 +782,20 @@ class Index:
             self.put(f"{name}/{i}", items[start : start + CHUNK])
         return len(starts)
 
-    def words(self, first: int, texts: Sequence[str]) -> None:
+    def words(self, first: int, said: Sequence[str]) -> None:
         """Writes the words of a segment's pages: "word page,page" a line, pages as distances to the one before."""
-        shards = max(1, len(texts) // SHARD)
+        shards = max(1, len(said) // SHARD)
         pages: dict[str, list[int]] = {}
-        for i, text in enumerate(texts):
-            for word in search_words(text):
+        for i, words in enumerate(said):
+            for word in words.split():
                 pages.setdefault(word, []).append(i)
         lines: list[list[str]] = [[] for _ in range(shards)]
         for word in sorted(pages):
             steps = (b - a for a, b in zip([0, *pages[word]], pages[word], strict=False))
             lines[shard_of(word, shards)].append(f"{word} {','.join(map(str, steps))}")
-        for shard, said in enumerate(lines):
-            self.put(f"words/{len(self.segments)}/{shard}", "\n".join(said))
-        self.segments.append([first, len(texts), shards])
+        for shard, part in enumerate(lines):
+            self.put(f"words/{len(self.segments)}/{shard}", "\n".join(part))
+        self.segments.append([first, len(said), shards])
 
     def finish(self) -> None:
         for name in self.stale:
@@ -784,41 +822,72 @@ class Viewer:
     async def make(self) -> None:
         self.workers.start()
         try:
-            texts: list[str] = []
-            async for row, text in self.pages():
+            words: list[str] = []
+            async for row, said in self.pages():
                 self.rows.append(row)
-                texts.append(text)
-                if len(texts) == SEGMENT:
-                    self.index.words(len(self.rows) - SEGMENT, texts)
-                    texts.clear()
-            if texts or not self.rows:
-                self.index.words(len(self.rows) - len(texts), texts)
+                words.append(said)
+                if len(words) == SEGMENT:
+                    self.index.words(len(self.rows) - SEGMENT, words)
+                    words.clear()
+            if words or not self.rows:
+                self.index.words(len(self.rows) - len(words), words)
         finally:
             self.workers.stop()
         self.write_index()
         self.write_files()
 
     async def pages(self) -> AsyncIterator[tuple[list[Any], str]]:
-        """Every page's row and text in order, a few made ahead."""
+        """Every page's row and words in order, a few batches made ahead."""
         from tqdm import tqdm
 
         total = sum(len(entry.numbers) for entry in self.entries)
-        ahead: collections.deque[asyncio.Task[tuple[list[Any], str]]] = collections.deque()
+        ahead: collections.deque[asyncio.Task[list[PageRow]]] = collections.deque()
+        places = ((place, number) for place, entry in enumerate(self.entries) for number in entry.numbers)
         with tqdm(total=total, unit="page", disable=None, dynamic_ncols=True) as bar:
             try:
-                for place, entry in enumerate(self.entries):
-                    document, trouble = await self.open(entry)
-                    for number in entry.numbers:
-                        ahead.append(asyncio.create_task(self.page(place, entry, number, document, trouble)))
-                        if len(ahead) > 4 * self.workers.count:
-                            yield await ahead.popleft()
+                async for jobs in self.batches():
+                    ahead.append(asyncio.create_task(self.batch(jobs)))
+                    while len(ahead) > 4 * self.workers.count:
+                        for row in await ahead.popleft():
+                            yield self.told(*next(places), row), row.words
                             bar.update()
                 while ahead:
-                    yield await ahead.popleft()
-                    bar.update()
+                    for row in await ahead.popleft():
+                        yield self.told(*next(places), row), row.words
+                        bar.update()
             finally:
                 for task in ahead:
                     task.cancel()
+
+    async def batches(self) -> AsyncIterator[list[PageJob]]:
+        """The pages to make in order, some at a time."""
+        jobs: list[PageJob] = []
+        for entry in self.entries:
+            document, trouble = await self.open(entry)
+            for number in entry.numbers:
+                jobs.append(self.job(entry, number, document, trouble))
+                if len(jobs) == BATCH:
+                    yield jobs
+                    jobs = []
+        if jobs:
+            yield jobs
+
+    def job(self, entry: Entry, number: int, document: ocr.Document | None, trouble: str | None) -> PageJob:
+        tests = tuple(self.tests.get((entry.folder, number), ()))
+        others = tuple(self.other_tests.get((entry.other, number), ())) if entry.other else ()
+        target, compare = self.target / "pages" / entry.id, bool(self.args.compare)
+        return PageJob(
+            entry.folder, number, target, self.target, document, trouble, entry.other, compare, tests, others
+        )
+
+    async def batch(self, jobs: Sequence[PageJob]) -> list[PageRow]:
+        """The rows of some pages; when one of them does not go well, each is made by itself."""
+        try:
+            return await self.workers.run(PAGE_LIMIT, make_pages, jobs)
+        except (ocr.OutputError, ocr.BadUsage):
+            raise
+        except Exception:  # whatever a page can make PDFium, Pillow or the reader raise; a crash; too long a time
+            return [await self.page(job) for job in jobs]
 
     async def open(self, entry: Entry) -> tuple[ocr.Document | None, str | None]:
         """The document's file to draw from, or why there is none."""
@@ -832,32 +901,25 @@ class Viewer:
         except Exception as e:  # whatever a file can make PDFium or Pillow raise
             return None, str(e) if isinstance(e, ocr.DocumentError) else f"{type(e).__name__}: {ocr.reason(e)}"
 
-    async def page(
-        self, place: int, entry: Entry, number: int, document: ocr.Document | None, trouble: str | None
-    ) -> tuple[list[Any], str]:
-        """A page's row for the index, and its text; a page whose picture cannot be drawn goes without."""
-        tests = tuple(self.tests.get((entry.folder, number), ()))
-        others = tuple(self.other_tests.get((entry.other, number), ())) if entry.other else ()
-        target, compare = self.target / "pages" / entry.id, bool(self.args.compare)
-        job = PageJob(entry.folder, number, target, self.target, document, trouble, entry.other, compare, tests, others)
-        row: PageRow | None = None
-        why = trouble
-        tries = [document, document and dataclasses.replace(document, forms=False), None]
-        for attempt in dict.fromkeys(tries):
+    async def page(self, job: PageJob) -> PageRow:
+        """A page's row; a page whose picture cannot be drawn goes without."""
+        why = job.trouble
+        tries = [job.document, job.document and dataclasses.replace(job.document, forms=False), None]
+        for document in dict.fromkeys(tries):
             try:
-                row = await self.workers.run(
-                    PAGE_LIMIT, make_page, dataclasses.replace(job, document=attempt, trouble=why)
+                return await self.workers.run(
+                    PAGE_LIMIT, make_page, dataclasses.replace(job, document=document, trouble=why)
                 )
-                break
-            except (OSError, ocr.BadUsage):
+            except (ocr.OutputError, ocr.BadUsage):
                 raise
             except Exception as e:
                 why = f"{type(e).__name__}: {ocr.reason(e)}"
-        if row is None:
-            row = PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, None, "")
+        return PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, None, "")
+
+    def told(self, place: int, number: int, row: PageRow) -> list[Any]:
+        """A row as viewer.js reads it."""
         status = STATUSES.index(row.status) if row.status in STATUSES else len(STATUSES) - 1
-        score = list(row.score) if row.score else 0
-        return [place, number, status, row.why, *row.size, int(row.drawn), score, row.tests or 0], row.text
+        return [place, number, status, row.why, *row.size, int(row.drawn), row.score or 0, row.tests or 0]
 
     def write_index(self) -> None:
         """The rows in order, those with a score also worst first; the documents; the summary."""
@@ -924,9 +986,9 @@ class Viewer:
             if name not in known:
                 shutil.rmtree(self.target / "pages" / name, ignore_errors=True)
         for name in ("viewer.css", "viewer.js"):
-            ocr.write_atomic(self.target / name, (ASSETS / name).read_bytes())
+            save(self.target / name, (ASSETS / name).read_bytes())
         page = (ASSETS / "index.html").read_text("utf-8").replace("NONCE", secrets.token_urlsafe(18))
-        ocr.write_atomic(self.target / "index.html", page)
+        save(self.target / "index.html", page.encode())
 
 
 def run_name(run: Path) -> str:
@@ -993,6 +1055,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ocr.BadUsage as e:
         print(f"view.py: {e}", file=sys.stderr)
         return ocr.EXIT_USAGE
+    except ocr.OutputError as e:
+        print(f"view.py: {e}", file=sys.stderr)
+        return ocr.EXIT_INCOMPLETE
     except OSError as e:
         print(f"view.py: {ocr.show(Path(e.filename or args.run))}: {ocr.reason(e)}", file=sys.stderr)
         return ocr.EXIT_INCOMPLETE

@@ -653,7 +653,7 @@ function drawTab(place) {
   const panel = $("panel");
   panel.setAttribute("aria-labelledby", `tab-${view.tab}`);
   panel.className = `scroll is-${view.tab}`;
-  const draw = { text: drawText, tests: drawTests, markdown: (page) => source(page.md), html: (page) => source(page.raw, true), json: (page) => source(page.json), attempts: drawAttempts }[view.tab];
+  const draw = { text: drawText, tests: drawTests, markdown: (page) => source(page.md), html: (page) => source(page.raw, true), json: (page) => source(readable(page.json)), attempts: drawAttempts }[view.tab];
   const both = view.page.other && view.tab !== "tests";
   panel.replaceChildren(...(both ? [half(run.name, view.page, draw, true), half(run.other, view.page.other, draw, false)] : [draw(view.page, true)]));
   panel.classList.toggle("two", Boolean(both));
@@ -767,6 +767,15 @@ function source(text, coloured = false) {
   else pre.textContent = text || "(empty)";
   const copy = h("button", { type: "button", class: "copy", onclick: () => copyText(text, copy, pre) }, "Copy");
   return h("div", { class: "sourcebox" }, copy, pre);
+}
+
+/** JSON over lines, but lists of numbers, as boxes are, on one. */
+function readable(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2).replace(/\[\n[\d\s.,eE+-]*\]/g, (list) => list.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]"));
+  } catch {
+    return text; // cut off where it is too long
+  }
 }
 
 function tagged(text) {
