@@ -568,7 +568,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from disk; {} when it is absent, half written or something else."""
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -863,7 +863,7 @@ def load_page(document: Document, number: int, dpi: int) -> Loaded:
         if file_stamp(document.source) != document.stamp:
             raise PageError("the file changed during the run; run again when it is whole")
         if document.kind == "pdf":
-            return draw_page(opened_pdf(document), number - 1, dpi)
+            return draw_page(document, number - 1, dpi)
         return load_image(document.source, number - 1)
     except DocumentError as e:
         raise PageError(str(e)) from None
@@ -873,11 +873,12 @@ def load_page(document: Document, number: int, dpi: int) -> Loaded:
         raise PageError(f"the file cannot be read any more: {reason(e)}") from None
 
 
-def draw_page(pdf: pdfium.PdfDocument, index: int, dpi: int) -> Loaded:
+def draw_page(document: Document, index: int, dpi: int) -> Loaded:
     """A PDF page drawn as Chandra draws it: forms and annotations flattened into it, at `dpi` or more."""
     import pypdfium2 as pdfium
     from pypdfium2 import raw
 
+    pdf = opened_pdf(document)
     notes: tuple[str, ...] = ()
     try:
         page = pdf[index]
@@ -899,6 +900,8 @@ def draw_page(pdf: pdfium.PdfDocument, index: int, dpi: int) -> Loaded:
         bitmap.close()
         if is_xfa_placeholder(pdf, page):
             notes += (XFA_PLACEHOLDER,)
+        elif not raw.FPDFPage_CountObjects(page) and needs_rendering(document.source, document.password):
+            notes += (NEEDS_RENDERING,)
     except pdfium.PdfiumError:
         raise PageError("PDFium cannot load this page; the PDF is damaged there") from None
     finally:
@@ -930,6 +933,24 @@ def check_aspect(width: float, height: float) -> None:
 
 
 XFA_PLACEHOLDER = "an XFA form of which only the placeholder page can be drawn; print it to PDF in Adobe Reader first"
+
+
+NEEDS_RENDERING = (
+    "a dynamic form whose page is drawn only by Adobe Reader, and is empty here; print it to PDF there first"
+)
+FORM_NOTES = (XFA_PLACEHOLDER, NEEDS_RENDERING)  # the page that a person sees was not read
+
+
+@functools.lru_cache(maxsize=8)
+def needs_rendering(source: Path, password: str | None) -> bool:
+    """Whether a PDF says that its pages are made when it is opened: a dynamic form. Asked of empty pages."""
+    import pikepdf
+
+    try:
+        with pikepdf.open(source, password=password or "") as pdf:
+            return bool(pdf.Root.get("/NeedsRendering", False))
+    except Exception:  # whatever a damaged file makes qpdf raise: PDFium has opened it, and its page is empty
+        return False
 
 
 def is_xfa_placeholder(pdf: pdfium.PdfDocument, page: pdfium.PdfPage) -> bool:
@@ -3128,10 +3149,14 @@ def only_known_addresses(tag: str, name: str, value: str) -> str | None:
 
 def sanitize(text: str) -> str:
     """HTML in which nothing runs and nothing is fetched: a browser may open it."""
+    return str(sanitizer().clean(text.encode("utf-8", "replace").decode()))
+
+
+@functools.cache
+def sanitizer() -> Any:
     import nh3
 
-    return nh3.clean(
-        text.encode("utf-8", "replace").decode(),
+    return nh3.Cleaner(
         tags=set(SHOWN_TAGS),
         attributes=SHOWN_ATTRIBUTES,
         url_schemes={"http", "https", "mailto"},
@@ -3265,15 +3290,32 @@ def is_plain_markup(raw: str) -> bool:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Writes a file whole or not at all: under a temporary name, then renamed. Text is UTF-8 with \\n line ends."""
-    part = path.with_name(path.name + ".part")
-    try:
+    """Writes a file whole or not at all. Text is UTF-8 with \\n line ends."""
+    with written_whole(path) as part:
         part.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary file to write, renamed to `path` at the end. Its name is this process's own: two runs may write
+    into one folder at a time, and neither gets the other's half."""
+    part = path.with_name(f"{path.name}.{os.getpid():x}-{time.time_ns() & 0xFFFFFFFF:08x}.part")
+    try:
+        yield part
         os.replace(part, path)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise
+
+
+STALE = 24 * 3600.0  # s after which a temporary file is one that a killed run left
+
+
+def remove_stale_parts(folder: Path) -> None:
+    for part in (path for place in (folder, folder / "pages", folder / "images") for path in place.glob("*.part")):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > STALE:
+                part.unlink()
 
 
 def write_json(path: Path, data: dict[str, Any], indent: int | None = None) -> None:
@@ -3414,6 +3456,10 @@ def block_record(block: Block, size: tuple[int, int]) -> dict[str, Any]:
     return record
 
 
+MAX_FIGURES = 500  # of a page: a reply that runs wild tells of thousands
+MAX_FIGURE_AREA = 8  # pages: and each may be as large as the page
+
+
 def cut_figures(
     blocks: Sequence[Block], document: Document, number: int, wanted: Wanted
 ) -> tuple[list[Block], tuple[str, ...]]:
@@ -3424,11 +3470,17 @@ def cut_figures(
         page = load_page(document, number, wanted.dpi).image
     except PageError as e:
         return list(blocks), (f"figures not cut out: {e}",)
-    folder, found, count = document.folder / "images", [], 0
+    folder, count = document.folder / "images", 0
+    found: list[Block] = []
     notes: tuple[str, ...] = ()
+    room = MAX_FIGURE_AREA * page.width * page.height
     for block in blocks:
         box = pixel_box(block.bbox, page.size) if block.label in FIGURES and block.bbox else None
         if box and box[2] > box[0] and box[3] > box[1]:
+            room -= (box[2] - box[0]) * (box[3] - box[1])
+            if room < 0 or count == MAX_FIGURES:
+                notes = (*notes, f"figures not cut out: the reply tells of more than {count} that overlap or are tiny")
+                return found + list(blocks[len(found) :]), notes
             count += 1
             name = f"{number:04d}-{count:02d}.webp"
             try:
@@ -3476,7 +3528,7 @@ def doubts(job: PageJob, kept: int, blocks: Sequence[Block]) -> list[str]:
         reasons.append("much text for a page without ink")
     if any(outside(block.bbox) for block in blocks if block.bbox):
         reasons.append("boxes outside the page")
-    reasons += [note for note in picture.notes if note == XFA_PLACEHOLDER]
+    reasons += [note for note in picture.notes if note in FORM_NOTES]
     reasons += [TWIN] * job.twin
     return reasons
 
@@ -3522,6 +3574,7 @@ def pages_done(document: Document, wanted: Wanted, retry_suspect: bool) -> tuple
     Pages of which only the files are to differ are written again here.
     """
     done, newest = {}, 0
+    remove_stale_parts(document.folder)
     for number in document.numbers:
         record = read_json(page_file(document.folder, number, ".json"))
         if record.get("key") != wanted.key(document.sha256, number) or record.get("status") not in (OK, SUSPECT):
@@ -3618,7 +3671,7 @@ header { padding: 1.5rem 0 0; }
 h1, h2, h3, h4, h5, h6 { line-height: 1.25; margin: 1.6em 0 .5em; text-wrap: balance; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.4rem; } h3 { font-size: 1.2rem; } h4, h5, h6 { font-size: 1.05rem; }
 p, ul, ol, pre, blockquote, .block { margin: 0 0 .9em; } .block > :last-child { margin-bottom: 0; }
-.Table, .Form, .Equation-Block { overflow-x: auto; }
+.Table, .Form, .Equation-Block, .block:has(math) { overflow-x: auto; overflow-y: hidden; }
 table { border-collapse: collapse; font-size: .95em; line-height: 1.35; margin: 1.2rem 0; }
 td, th { border: 1px solid var(--line); padding: .35em .65em; vertical-align: top; text-align: left; }
 th { background: var(--tint); }
@@ -3640,7 +3693,8 @@ img { display: block; max-width: 100%; height: auto; margin: 1rem auto; }
   .page + .page { break-before: page; } .page { margin-top: 0; border: 0; }
   h1, h2, h3, h4, h5, h6 { break-after: avoid; } tr, img, math, pre { break-inside: avoid; }
   thead { display: table-header-group; }
-  .Table, .Form, .Equation-Block { overflow: visible; } p { orphans: 3; widows: 3; }
+  .Table, .Form, .Equation-Block, .block:has(math) { overflow: visible; } p { orphans: 3; widows: 3; }
+  td, th { overflow-wrap: anywhere; } math { max-width: 100%; }
 }
 """.strip()
 
@@ -3654,10 +3708,11 @@ def assemble(document: Document, wanted: Wanted) -> None:
             (".json", json_parts(document)),
         ):
             path = document.folder / (document.name + suffix)
-            part = path.with_name(path.name + ".part")
-            with open(part, "w", encoding="utf-8", newline="\n", errors="replace") as file:
+            with (
+                written_whole(path) as part,
+                open(part, "w", encoding="utf-8", newline="\n", errors="replace") as file,
+            ):
                 file.writelines(parts)
-            os.replace(part, path)
         # Last, and read by the next run: which pages the document was put together of.
         write_json(
             document.folder / "source.json",
@@ -3767,20 +3822,15 @@ def write_searchable(document: Document) -> None:
     import pikepdf
 
     path = searchable_file(document)
-    part = path.with_name(path.name + ".part")
     try:
-        with contextlib.closing(searchable_pdf(document)) as pdf:
+        with written_whole(path) as part, contextlib.closing(searchable_pdf(document)) as pdf:
             pdf.save(part, encryption=pdf.is_encrypted, deterministic_id=not pdf.is_encrypted)
-        os.replace(part, path)
     except pikepdf.PasswordError:
         raise DocumentError("qpdf does not open it with this password") from None
     except pikepdf.PdfError as e:
         raise DocumentError(f"qpdf cannot read or write it: {reason(e)}") from None
     except OSError as e:
         raise OutputError(f"{show(path)}: cannot be written: {reason(e)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
 
 
 def searchable_pdf(document: Document) -> Any:

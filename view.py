@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lxml import etree
     from PIL import Image
 
-FORMAT = 2  # of the files written; others are written again
+FORMAT = 4  # of the files written; others are written again
 ASSETS = Path(__file__).resolve().parent / "viewer"
 UNFINISHED = "unfinished"  # a page with files but no record: the run stopped there
 STATUSES = (ocr.OK, ocr.SUSPECT, ocr.FAILED, UNFINISHED)
@@ -59,7 +59,8 @@ SHARD = 100  # pages' words in a file of it
 PICTURE = (1024, 5000)  # px: the short and the long side of a page's picture at most
 THUMBNAIL = (240, 320)  # px, drawn at half of it
 LONGEST_TEXT = 400_000  # characters of a page that a tab shows
-PAGE_LIMIT = 120.0  # s to make a page
+BATCH = 16  # pages that a worker process makes in a go
+PAGE_LIMIT = 120.0  # s to make a page, or a batch of them
 
 
 # ----------------------------------------------------------------------------------------------------------- Finding
@@ -207,7 +208,7 @@ class Test:
     tags: tuple[str, ...] = ()
 
 
-Tests = dict[tuple[str, int], list[Test]]  # by a document's place and a page number
+Tests = dict[tuple[Path, int], list[Test]]  # by a document's folder and a page number
 
 
 def benchmark_tests(run: Path, entries: Sequence[Entry], data: Path | None) -> Tests:
@@ -236,7 +237,7 @@ def omni_tests(run: Path, entries: Sequence[Entry], data: Path | None) -> Tests:
                 words_of(asked.get(name)),
                 tuple(map(str, line.get("tags") or ())),
             )
-            tests.setdefault((entry.place, 1), []).append(test)
+            tests.setdefault((entry.folder, 1), []).append(test)
     return tests
 
 
@@ -270,11 +271,11 @@ def olmocr_tests(run: Path, entries: Sequence[Entry]) -> Tests:
         # Which of the benchmark's PDFs this is, its path says: folder and name.
         pdf = "/".join(entry.source.parts[-2:]) if entry.source else ""
         for page, test in by_pdf.get(pdf, []):
-            tests.setdefault((entry.place, page), []).append(test)
+            tests.setdefault((entry.folder, page), []).append(test)
         if (name := f"{pdf}_baseline") in failed:
             asked = "some text that does not run on, in the page's own script"
             test = Test(name, "baseline", False, reasons.get(name, ""), asked, ("baseline",))
-            tests.setdefault((entry.place, 1), []).append(test)
+            tests.setdefault((entry.folder, 1), []).append(test)
     return tests
 
 
@@ -302,8 +303,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def words_of(value: Any) -> str:
     """A test's arguments on one line, without those that are empty."""
     if isinstance(value, dict):
-        parts = [f"{key}: {words_of(inner)}" for key, inner in value.items() if inner not in ("", None, False, 0)]
-        return parts[0].split(": ", 1)[1] if set(value) <= {"text", "max_diffs"} and parts else "; ".join(parts)
+        said = {key: words_of(inner) for key, inner in value.items() if inner not in ("", None, False, 0, [], {})}
+        if set(said) == {"text", "max_diffs"}:
+            del said["max_diffs"]
+        if len(said) == 1:  # what it is about needs no name
+            return next(iter(said.values()))
+        return "; ".join(f"{key}: {words}" for key, words in said.items())
     if isinstance(value, list):
         return ", ".join(map(words_of, value))
     return "" if value is None else str(value)
@@ -325,6 +330,7 @@ class PageJob:
     other: Path | None
     compare: bool
     tests: tuple[Test, ...]
+    other_tests: tuple[Test, ...]
 
 
 class PageRow(NamedTuple):
@@ -335,7 +341,8 @@ class PageRow(NamedTuple):
     size: tuple[int, int]
     drawn: bool
     score: tuple[int, int] | None  # tests passed, of all; or words that differ, of all
-    text: str
+    tests: tuple[int, int] | None  # those that only this run passes, and only the other one
+    words: str  # that a search finds it by, a space between them
 
 
 def open_source(source: Path, sha256: str | None, password: str | None) -> ocr.Document:
@@ -346,12 +353,15 @@ def open_source(source: Path, sha256: str | None, password: str | None) -> ocr.D
     return ocr.Document(source, looked.kind, looked.pages, looked.sha256, looked.stamp, password, looked.has_forms)
 
 
+def make_pages(jobs: Sequence[PageJob]) -> list[PageRow]:
+    return [make_page(job) for job in jobs]
+
+
 def make_page(job: PageJob) -> PageRow:
     """Writes a page's data and pictures, unless they are there, and tells its row."""
     path, stamp = job.target / f"{job.number:04d}.js", stamp_of(job)
     if (row := row_on_disk(path, stamp)) is not None:
         return row
-    job.target.mkdir(parents=True, exist_ok=True)
     page = read_page(job.folder, job.number, job.view)
     note = job.trouble
     if job.document:
@@ -367,28 +377,60 @@ def make_page(job: PageJob) -> PageRow:
     if job.compare:
         page["other"] = read_page(job.other, job.number, job.view) if job.other else absent()
         score = mark_differences(page, page["other"])
+        if job.other_tests:
+            page["other"]["tests"] = [dataclasses.asdict(test) for test in job.other_tests]
     if job.tests:
         page["tests"] = [dataclasses.asdict(test) for test in job.tests]
-        score = score or (sum(test.passed is not False for test in job.tests), len(job.tests))
+        scored = [test.passed for test in job.tests if test.passed is not None]
+        score = score or ((sum(scored), len(scored)) if scored else None)
     finish_blocks(page["blocks"])
     finish_blocks((page.get("other") or {}).get("blocks", []))
     why = page["error"] or "; ".join(page["reasons"])
-    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, page["text"])
-    head = json.dumps({"stamp": stamp, "row": row._replace(text="")})
+    words = " ".join(sorted(search_words(page["text"])))
+    row = PageRow(page["status"], ocr.clip(why, 200), page["size"], "picture" in page, score, unlike(job), words)
+    head = script_json({"stamp": stamp, "row": row})
     key = json.dumps(f"page/{job.target.name}/{job.number}")
-    ocr.write_atomic(path, f"// {head}\nOCR.put({key},\n{script_json(page)}\n);\n")
+    save(path, f"// {head}\nOCR.put({key}, {script_json(page)});\n".encode("utf-8", "replace"))
     return row
+
+
+def save(path: Path, data: bytes) -> None:
+    """Writes a file, unless it holds that already: a copy of the view is brought up to date by what changed.
+    Raises OutputError."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == len(data) and path.read_bytes() == data:
+            return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ocr.write_atomic(path, data)
+    except OSError as e:
+        raise ocr.OutputError(f"{ocr.show(path.parent)}: cannot be written: {ocr.reason(e)}") from None
+
+
+def unlike(job: PageJob) -> tuple[int, int] | None:
+    """How many tests only this run passes, and how many only the other one; None for none."""
+    theirs = {test.id: test.passed for test in job.other_tests}
+    pairs = [(test.passed, theirs[test.id]) for test in job.tests if test.id in theirs]
+    only = pairs.count((True, False)), pairs.count((False, True))
+    return only if any(only) else None
 
 
 def stamp_of(job: PageJob) -> str:
     """Names everything a page is made of."""
-    files = [
-        ocr.page_file(folder, job.number, s) for folder in (job.folder, job.other) if folder for s in (".json", ".md")
-    ]
-    stamps = [ocr.file_stamp(file) if file.exists() else None for file in files]
+    folders = [folder for folder in (job.folder, job.other) if folder]
+    stamps = [file_stamp(ocr.page_file(folder, job.number, s)) for folder in folders for s in (".json", ".md")]
     drawn = job.document and (str(job.document.source), job.document.stamp)
-    parts = [FORMAT, stamps, drawn, job.trouble, job.compare, [dataclasses.astuple(test) for test in job.tests]]
+    tests = [[dataclasses.astuple(test) for test in tests] for tests in (job.tests, job.other_tests)]
+    parts = [FORMAT, stamps, drawn, job.trouble, job.compare, tests]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    """None while a run that goes on has not written it."""
+    try:
+        return ocr.file_stamp(path)
+    except OSError:
+        return None
 
 
 def row_on_disk(path: Path, stamp: str) -> PageRow | None:
@@ -396,10 +438,7 @@ def row_on_disk(path: Path, stamp: str) -> PageRow | None:
     try:
         with open(path, encoding="utf-8") as file:
             head = json.loads(file.readline()[3:])
-            if head["stamp"] != stamp:
-                return None
-            file.readline()
-            return PageRow(*head["row"])._replace(text=json.loads(file.readline())["text"])
+            return PageRow(*head["row"]) if head["stamp"] == stamp else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -426,29 +465,42 @@ def read_page(folder: Path, number: int, view: Path) -> dict[str, Any]:
     record = ocr.read_json(ocr.page_file(folder, number, ".json"))
     status = record.get("status")
     page = absent() | {"number": number, "status": status if status in STATUSES else UNFINISHED, "error": None}
-    page["reasons"] = [str(item) for item in record.get("reasons") or []]
-    page["notes"] = [str(item) for item in record.get("notes") or []]
+    page["reasons"] = [str(item) for item in listed(record.get("reasons"))]
+    page["notes"] = [str(item) for item in listed(record.get("notes"))]
     page["error"] = record.get("error") and str(record["error"])
     if page["status"] == UNFINISHED:
         page["error"] = "the run stopped before this page was done"
-    page["attempts"] = [item for item in record.get("attempts") or [] if isinstance(item, dict)]
+    page["attempts"] = [item for item in listed(record.get("attempts")) if isinstance(item, dict)]
     page["kept"] = record.get("kept")
     image = record.get("image") or {}
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        page["size"] = (int(image["width"]), int(image["height"]))
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        size = int(image["width"]), int(image["height"])
+        page["size"] = size if min(size) > 0 and max(size) < 1_000_000 else None
     page["md"] = cut(read_text(ocr.page_file(folder, number, ".md")))
-    page["json"] = cut(json.dumps({k: v for k, v in record.items() if k != "raw"}, ensure_ascii=False, indent=1))
+    page["json"] = cut(json.dumps({key: value for key, value in record.items() if key != "raw"}, ensure_ascii=False))
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
         page["raw"] = cut(str(ocr.raw_reply(folder, number)))
     if page["raw"]:
         try:
             page["images"] = address(folder / "images", view) + "/"
-            blocks = ocr.page_blocks(folder, number, {"blocks": record.get("blocks") or []}, "images/")
+            named = [{"image": image_of(block)} for block in listed(record.get("blocks"))]
+            blocks = ocr.page_blocks(folder, number, {"blocks": named}, "images/")
             page["blocks"] = [block_data(block) for block in blocks]
             page["text"] = " ".join(" ".join([*ocr.text_lines(block.element), *alt_texts(block)]) for block in blocks)
         except Exception as e:  # a reply that the client itself would trip over
             page["notes"].append(f"the reply cannot be shown as text: {type(e).__name__}: {ocr.reason(e)}")
     return page
+
+
+def listed(value: Any) -> list[Any]:
+    """A record's list; an empty one where it holds something else."""
+    return value if isinstance(value, list) else []
+
+
+def image_of(block: Any) -> str | None:
+    """The file of a block's figure, as the record tells it."""
+    name = block.get("image") if isinstance(block, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def address(path: Path, view: Path) -> str:
@@ -486,9 +538,17 @@ def block_data(block: ocr.Block) -> dict[str, Any]:
     return data | ({"inside": [{"label": inner["label"], "box": inner["box"]} for inner in inside]} if inside else {})
 
 
+# What `ocr.to_html` wraps a block in.
+BLOCK = re.compile(r'<div class="block [\w-]+">(.*)</div>', re.DOTALL)
+
+
 def finish_blocks(blocks: Iterable[dict[str, Any]]) -> None:
-    """Gives blocks the HTML that is shown: the viewer's classes and no others, tables that scroll, formulas drawn."""
+    """Gives blocks the HTML that is shown: the viewer's classes and no others, formulas drawn."""
     for block in blocks:
+        whole = BLOCK.fullmatch(block["html"])
+        if whole and "class=" not in whole[1].replace('<span class="math">', ""):
+            block["html"] = ocr.maths_drawn(whole[1])  # most blocks: `ocr.to_html` has sanitized them
+            continue
         root = tree_of(block["html"])
         for element in root.iter():
             classes = [c for c in (element.get("class") or "").split() if c == "math" or c.startswith("language-")]
@@ -525,9 +585,9 @@ def draw(job: PageJob) -> tuple[str, tuple[int, int]]:
         wanted = (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
         image = image.resize(wanted, resample=3, reducing_gap=2.0)
     name = f"{job.number:04d}.webp"
-    ocr.write_atomic(job.target / name, webp(image, 75))
+    save(job.target / name, webp(image, 75))
     image.thumbnail(THUMBNAIL, reducing_gap=2.0)
-    ocr.write_atomic(job.target / f"{job.number:04d}s.webp", webp(image, 60))
+    save(job.target / f"{job.number:04d}s.webp", webp(image, 60))
     return name, size
 
 
@@ -678,6 +738,9 @@ def search_words(text: str) -> set[str]:
     """The words a page is found by: small letters without accents; of unspaced scripts every pair of signs."""
     found: set[str] = set()
     for run in set(letters().findall(folded(text))):
+        if run.isascii():
+            found.add(run[:LONGEST_WORD])
+            continue
         for part in UNSPACED.findall(run):
             found.update(part)
             found.update(part[i : i + 2] for i in range(len(part) - 1))
@@ -705,13 +768,12 @@ class Index:
     def __init__(self, folder: Path):
         self.folder = folder
         self.segments: list[list[int]] = []  # first page, pages, shards
-        folder.mkdir(parents=True, exist_ok=True)
-        self.stale = {path.name for path in folder.glob("*.js")}
+        self.stale = {name for name in list_names(folder) if name.endswith(".js")}
 
     def put(self, key: str, value: Any) -> None:
         name = key.replace("/", "-") + ".js"
         self.stale.discard(name)
-        ocr.write_atomic(self.folder / name, f"OCR.put({json.dumps(key)}, {script_json(value)});\n")
+        save(self.folder / name, f"OCR.put({json.dumps(key)}, {script_json(value)});\n".encode("utf-8", "replace"))
 
     def chunks(self, name: str, items: Sequence[Any]) -> int:
         """Writes a list in chunks; how many."""
@@ -720,20 +782,20 @@ class Index:
             self.put(f"{name}/{i}", items[start : start + CHUNK])
         return len(starts)
 
-    def words(self, first: int, texts: Sequence[str]) -> None:
+    def words(self, first: int, said: Sequence[str]) -> None:
         """Writes the words of a segment's pages: "word page,page" a line, pages as distances to the one before."""
-        shards = max(1, len(texts) // SHARD)
+        shards = max(1, len(said) // SHARD)
         pages: dict[str, list[int]] = {}
-        for i, text in enumerate(texts):
-            for word in search_words(text):
+        for i, words in enumerate(said):
+            for word in words.split():
                 pages.setdefault(word, []).append(i)
         lines: list[list[str]] = [[] for _ in range(shards)]
         for word in sorted(pages):
             steps = (b - a for a, b in zip([0, *pages[word]], pages[word], strict=False))
             lines[shard_of(word, shards)].append(f"{word} {','.join(map(str, steps))}")
-        for shard, said in enumerate(lines):
-            self.put(f"words/{len(self.segments)}/{shard}", "\n".join(said))
-        self.segments.append([first, len(texts), shards])
+        for shard, part in enumerate(lines):
+            self.put(f"words/{len(self.segments)}/{shard}", "\n".join(part))
+        self.segments.append([first, len(said), shards])
 
     def finish(self) -> None:
         for name in self.stale:
@@ -749,6 +811,9 @@ class Viewer:
         if args.compare:
             self.entries = pair_up(self.entries, args.compare)
         self.tests = benchmark_tests(run, self.entries, args.data)
+        self.other_tests: Tests = {}
+        if args.compare and self.tests:
+            self.other_tests = benchmark_tests(args.compare, find_documents(args.compare, args.data), args.data)
         self.by_tests = bool(self.tests) and not args.compare  # what "worst" means
         self.index = Index(target / "data")
         self.workers = ocr.Workers(args.workers or ocr.cores(), ocr.start_worker)
@@ -757,41 +822,72 @@ class Viewer:
     async def make(self) -> None:
         self.workers.start()
         try:
-            texts: list[str] = []
-            async for row, text in self.pages():
+            words: list[str] = []
+            async for row, said in self.pages():
                 self.rows.append(row)
-                texts.append(text)
-                if len(texts) == SEGMENT:
-                    self.index.words(len(self.rows) - SEGMENT, texts)
-                    texts.clear()
-            if texts or not self.rows:
-                self.index.words(len(self.rows) - len(texts), texts)
+                words.append(said)
+                if len(words) == SEGMENT:
+                    self.index.words(len(self.rows) - SEGMENT, words)
+                    words.clear()
+            if words or not self.rows:
+                self.index.words(len(self.rows) - len(words), words)
         finally:
             self.workers.stop()
         self.write_index()
         self.write_files()
 
     async def pages(self) -> AsyncIterator[tuple[list[Any], str]]:
-        """Every page's row and text in order, a few made ahead."""
+        """Every page's row and words in order, a few batches made ahead."""
         from tqdm import tqdm
 
         total = sum(len(entry.numbers) for entry in self.entries)
-        ahead: collections.deque[asyncio.Task[tuple[list[Any], str]]] = collections.deque()
+        ahead: collections.deque[asyncio.Task[list[PageRow]]] = collections.deque()
+        places = ((place, number) for place, entry in enumerate(self.entries) for number in entry.numbers)
         with tqdm(total=total, unit="page", disable=None, dynamic_ncols=True) as bar:
             try:
-                for place, entry in enumerate(self.entries):
-                    document, trouble = await self.open(entry)
-                    for number in entry.numbers:
-                        ahead.append(asyncio.create_task(self.page(place, entry, number, document, trouble)))
-                        if len(ahead) > 4 * self.workers.count:
-                            yield await ahead.popleft()
+                async for jobs in self.batches():
+                    ahead.append(asyncio.create_task(self.batch(jobs)))
+                    while len(ahead) > 4 * self.workers.count:
+                        for row in await ahead.popleft():
+                            yield self.told(*next(places), row), row.words
                             bar.update()
                 while ahead:
-                    yield await ahead.popleft()
-                    bar.update()
+                    for row in await ahead.popleft():
+                        yield self.told(*next(places), row), row.words
+                        bar.update()
             finally:
                 for task in ahead:
                     task.cancel()
+
+    async def batches(self) -> AsyncIterator[list[PageJob]]:
+        """The pages to make in order, some at a time."""
+        jobs: list[PageJob] = []
+        for entry in self.entries:
+            document, trouble = await self.open(entry)
+            for number in entry.numbers:
+                jobs.append(self.job(entry, number, document, trouble))
+                if len(jobs) == BATCH:
+                    yield jobs
+                    jobs = []
+        if jobs:
+            yield jobs
+
+    def job(self, entry: Entry, number: int, document: ocr.Document | None, trouble: str | None) -> PageJob:
+        tests = tuple(self.tests.get((entry.folder, number), ()))
+        others = tuple(self.other_tests.get((entry.other, number), ())) if entry.other else ()
+        target, compare = self.target / "pages" / entry.id, bool(self.args.compare)
+        return PageJob(
+            entry.folder, number, target, self.target, document, trouble, entry.other, compare, tests, others
+        )
+
+    async def batch(self, jobs: Sequence[PageJob]) -> list[PageRow]:
+        """The rows of some pages; when one of them does not go well, each is made by itself."""
+        try:
+            return await self.workers.run(PAGE_LIMIT, make_pages, jobs)
+        except (ocr.OutputError, ocr.BadUsage):
+            raise
+        except Exception:  # whatever a page can make PDFium, Pillow or the reader raise; a crash; too long a time
+            return [await self.page(job) for job in jobs]
 
     async def open(self, entry: Entry) -> tuple[ocr.Document | None, str | None]:
         """The document's file to draw from, or why there is none."""
@@ -805,33 +901,25 @@ class Viewer:
         except Exception as e:  # whatever a file can make PDFium or Pillow raise
             return None, str(e) if isinstance(e, ocr.DocumentError) else f"{type(e).__name__}: {ocr.reason(e)}"
 
-    async def page(
-        self, place: int, entry: Entry, number: int, document: ocr.Document | None, trouble: str | None
-    ) -> tuple[list[Any], str]:
-        """A page's row for the index, and its text; a page whose picture cannot be drawn goes without."""
-        tests = tuple(self.tests.get((entry.place, number), ()))
-        target = self.target / "pages" / entry.id
-        job = PageJob(
-            entry.folder, number, target, self.target, document, trouble, entry.other, bool(self.args.compare), tests
-        )
-        row: PageRow | None = None
-        why = trouble
-        tries = [document, document and dataclasses.replace(document, forms=False), None]
-        for attempt in dict.fromkeys(tries):
+    async def page(self, job: PageJob) -> PageRow:
+        """A page's row; a page whose picture cannot be drawn goes without."""
+        why = job.trouble
+        tries = [job.document, job.document and dataclasses.replace(job.document, forms=False), None]
+        for document in dict.fromkeys(tries):
             try:
-                row = await self.workers.run(
-                    PAGE_LIMIT, make_page, dataclasses.replace(job, document=attempt, trouble=why)
+                return await self.workers.run(
+                    PAGE_LIMIT, make_page, dataclasses.replace(job, document=document, trouble=why)
                 )
-                break
-            except (OSError, ocr.BadUsage):
+            except (ocr.OutputError, ocr.BadUsage):
                 raise
             except Exception as e:
                 why = f"{type(e).__name__}: {ocr.reason(e)}"
-        if row is None:
-            row = PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, "")
+        return PageRow(UNFINISHED, f"cannot be shown: {why}", (1000, 1414), False, None, None, "")
+
+    def told(self, place: int, number: int, row: PageRow) -> list[Any]:
+        """A row as viewer.js reads it."""
         status = STATUSES.index(row.status) if row.status in STATUSES else len(STATUSES) - 1
-        score = list(row.score) if row.score else 0
-        return [place, number, status, row.why, *row.size, int(row.drawn), score], row.text
+        return [place, number, status, row.why, *row.size, int(row.drawn), row.score or 0, row.tests or 0]
 
     def write_index(self) -> None:
         """The rows in order, those with a score also worst first; the documents; the summary."""
@@ -876,12 +964,14 @@ class Viewer:
             "chunk": CHUNK,
             "pages": len(rows),
             "documents": len(documents),
+            "unread": sum(entry.error is not None and not entry.numbers for entry in self.entries),
             "scored": ("tests" if self.by_tests else "words") if scored else "",
-            # Of each chunk, how many pages have each status: a filter passes over the others.
+            # Of each chunk, how many pages have each status, are bad, have tests unlike: filters pass over the others.
             "counts": {
                 name: [
                     [sum(row[4] == s for row in items[i : i + CHUNK]) for s in range(len(STATUSES))]
                     + [sum(is_bad(row[9], self.by_tests) for row in items[i : i + CHUNK])]
+                    + [sum(bool(row[10]) for row in items[i : i + CHUNK])]
                     for i in range(0, len(items), CHUNK)
                 ]
                 for name, items in lists.items()
@@ -896,9 +986,9 @@ class Viewer:
             if name not in known:
                 shutil.rmtree(self.target / "pages" / name, ignore_errors=True)
         for name in ("viewer.css", "viewer.js"):
-            ocr.write_atomic(self.target / name, (ASSETS / name).read_bytes())
+            save(self.target / name, (ASSETS / name).read_bytes())
         page = (ASSETS / "index.html").read_text("utf-8").replace("NONCE", secrets.token_urlsafe(18))
-        ocr.write_atomic(self.target / "index.html", page)
+        save(self.target / "index.html", page.encode())
 
 
 def run_name(run: Path) -> str:
@@ -965,6 +1055,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ocr.BadUsage as e:
         print(f"view.py: {e}", file=sys.stderr)
         return ocr.EXIT_USAGE
+    except ocr.OutputError as e:
+        print(f"view.py: {e}", file=sys.stderr)
+        return ocr.EXIT_INCOMPLETE
     except OSError as e:
         print(f"view.py: {ocr.show(Path(e.filename or args.run))}: {ocr.reason(e)}", file=sys.stderr)
         return ocr.EXIT_INCOMPLETE

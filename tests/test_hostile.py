@@ -187,7 +187,7 @@ MADE: dict[str, tuple[bytes, Said]] = {
     **{f"whole-{name}.{name.lower()}": (written(name), None) for name in WRITTEN},
     **{f"cut-{name}.{name.lower()}": (written(name)[: len(written(name)) * 6 // 10], CUT) for name in WRITTEN},
 }
-SUSPECT_IS_FINE = {"bug_1055869.pdf"}
+SUSPECT_IS_FINE = {"bug_1055869.pdf", "bug_1265.pdf", "livecycle.pdf"}
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +267,8 @@ def test_what_was_done_otherwise_is_noted(everything: Outcome) -> None:
     assert "drawn at" in notes("hugemono.pdf") and "not 150" in notes("hugemono.pdf")
     assert "form fields are not drawn" in notes("shared-unnamed-field.pdf")
     assert "XFA form" in notes("bug_1055869.pdf")
+    assert "drawn only by Adobe Reader" in notes("livecycle.pdf")
+    assert everything.document("livecycle.pdf")["suspect"] == 1
     assert "the first of its 2 frames is read" in notes("several.mpo")
     assert "claims 1048574 pages and none after page 1 can be loaded" in notes("claims.pdf")
 

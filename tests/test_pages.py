@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import struct
 import subprocess
@@ -426,3 +427,18 @@ def test_pictures_that_differ_have_other_fingerprints(tmp_path: Path) -> None:
         (tmp_path / "a.pdf").write_bytes(one_page(text))
         prints.add(ocr.picture_of(document(tmp_path / "a.pdf"), 1, 150).fingerprint)
     assert len(prints) == 3
+
+
+@pytest.mark.parametrize(
+    ("box", "cut"), [((0, 0, 1000, 1000), ocr.MAX_FIGURE_AREA), ((100, 100, 110, 110), ocr.MAX_FIGURES)]
+)
+def test_a_reply_of_thousands_of_figures_fills_no_disk(box: tuple[float, ...], cut: int, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encode(picture(), "PNG"))
+    source = dataclasses.replace(document(tmp_path / "a.png"), folder=tmp_path / "out")
+    div = f'<div data-bbox="{" ".join(map(str, box))}" data-label="Figure"><img alt="x"/></div>'
+    blocks = ocr.read_reply(div * 2000)
+    wanted = ocr.Wanted("chandra", "vllm", 150, 12384, 6, False, False, True, "dollars", "")
+    found, notes = ocr.cut_figures(blocks, source, 1, wanted)
+    assert len(found) == 2000 and sum(block.image is not None for block in found) == cut
+    assert len(list((tmp_path / "out" / "images").iterdir())) == cut
+    assert f"more than {cut}" in notes[0]

@@ -223,6 +223,46 @@ def test_wait_is_for_a_server_that_starts(tmp_path: Path) -> None:
     assert code == 0 and "waiting for it" in err
 
 
+# ---- two at a time
+
+
+def test_two_runs_may_write_into_one_folder(tmp_path: Path) -> None:
+    a_pdf(tmp_path / "a.pdf", 12)
+    out = tmp_path / "out"
+    words = (tmp_path / "a.pdf", "--out", out, "--workers", "1")
+    with Standin(seconds=0.05) as server:
+        with Started(*words, server=server) as one, Started(*words, server=server) as other:
+            ends = [run.end() for run in (one, other)]
+        assert [code for code, _, _ in ends] == [0, 0], ends
+    assert [ocr.read_json(path)["status"] for path in sorted((out / "a" / "pages").glob("*.json"))] == ["ok"] * 12
+    assert len(ocr.read_json(out / "a" / "a.json")["pages"]) == 12
+    assert not list(out.rglob("*.part"))
+
+
+def test_each_writer_has_its_own_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    with ocr.written_whole(path) as first:
+        first.write_text("first")
+        time.sleep(0.001)
+        with ocr.written_whole(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and [file.name for file in tmp_path.iterdir()] == ["a.md"]
+
+
+def test_what_a_killed_run_left_half_written_is_cleared_the_day_after(tmp_path: Path) -> None:
+    a_pdf(tmp_path / "a.pdf", 1)
+    pages = tmp_path / "out" / "a" / "pages"
+    old, new = pages / "0001.md.1f-0.part", pages / "0002.md.1f-0.part"
+    with Standin() as server:
+        assert command(tmp_path / "a.pdf", "--out", tmp_path / "out", server=server).returncode == 0
+        for part in (old, new):
+            part.touch()
+        os.utime(old, (0, 0))
+        assert command(tmp_path / "a.pdf", "--out", tmp_path / "out", server=server).returncode == 0
+    assert not old.exists() and new.exists()  # which another run may be writing
+
+
 # ---- Ctrl-C
 
 

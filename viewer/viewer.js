@@ -46,8 +46,8 @@ function forgetPages() {
 let run; // data/run.js
 const UNSCORED = 0;
 
-const named = ([id, rank, doc, number, status, why, width, height, drawn, score]) =>
-  ({ id, rank, doc, number, status: run.statuses[status], why, width, height, drawn, score });
+const named = ([id, rank, doc, number, status, why, width, height, drawn, score, tests]) =>
+  ({ id, rank, doc, number, status: run.statuses[status], why, width, height, drawn, score, tests });
 
 /** The row at a position of a list: "rows" in the documents' order, "worst" by what was scored. */
 async function rowAt(list, position) {
@@ -100,14 +100,16 @@ const FILTERS = {
   failed: (row) => row.status === "failed",
   unfinished: (row) => row.status === "unfinished",
   bad: (row) => isBad(row.score),
+  tests: (row) => row.tests !== UNSCORED,
 };
 const doubtful = (row) => row.status !== "ok" || isBad(row.score);
 const isBad = (score) => score !== UNSCORED && (run.scored === "tests" ? score[0] < score[1] : score[0] > 0);
 
-/** How many pages of a chunk a filter lets through, from the counts in the summary. */
-function passing(counts, show) {
-  const at = show === "bad" ? run.statuses.length : run.statuses.indexOf(show);
-  return at < 0 ? 1 : counts[at];
+/** Whether a filter may let a page of a chunk through, from the counts in the summary. */
+function mayPass(counts, wanted) {
+  const at = [...run.statuses, "bad", "tests"].findIndex((name) => FILTERS[name] === wanted);
+  if (wanted === doubtful) return counts.some((count, i) => count && run.statuses[i] !== "ok");
+  return at < 0 || counts[at] > 0;
 }
 
 /** The rows that a place's list holds, from a position on, forwards or backwards. */
@@ -118,7 +120,7 @@ async function* rowsOf(place, from = null, step = 1, wanted = FILTERS[place.show
   const [low, high] = document ? [document.first, document.first + document.count] : [0, run.pages];
   for (let i = from ?? (step > 0 ? low : high - 1); i >= low && i < high; i += step) {
     const chunk = Math.floor(i / run.chunk);
-    if (!passing(run.counts[list][chunk], wanted === FILTERS[place.show] ? place.show : "all")) {
+    if (!mayPass(run.counts[list][chunk], wanted)) {
       i = step > 0 ? (chunk + 1) * run.chunk - 1 : chunk * run.chunk;
       continue;
     }
@@ -237,6 +239,15 @@ function tell(text) {
   $("live").textContent = text;
 }
 
+/** Tells readers who see, too. */
+function say(text) {
+  tell(text);
+  $("toast").textContent = text;
+  $("toast").hidden = false;
+  clearTimeout(say.timer);
+  say.timer = setTimeout(() => { $("toast").hidden = true; }, 3000);
+}
+
 const pictureOf = (document, n, small) => `pages/${document.id}/${String(n).padStart(4, "0")}${small ? "s" : ""}.webp`;
 
 const badge = (status) => h("span", { class: `badge ${status}` }, status);
@@ -245,6 +256,12 @@ function scoreWords(score) {
   if (score === UNSCORED) return "";
   if (run.scored === "tests") return `${score[0]} of ${many(score[1], "test")} passed`;
   return score[0] ? `${many(score[0], "word")} of ${number.format(score[1])} differ${score[0] === 1 ? "s" : ""}` : "the same words";
+}
+
+/** Tests that one of two runs passes and the other does not. */
+function testsThatDiffer([here, there]) {
+  const parts = [[here, run.name], [there, run.other]].filter(([n]) => n).map(([n, name]) => `${many(n, "test")} passed only in ${name}`);
+  return parts.join(", ");
 }
 
 // ---- List
@@ -272,6 +289,7 @@ async function heading(place, document_) {
   if (run.model) facts.push(run.model);
   if (run.benchmark) facts.push(run.benchmark);
   if (run.headline) facts.push(`score ${(100 * run.headline).toFixed(1)}`);
+  if (run.unread) facts.push(`${many(run.unread, "document")} could not be read`);
   if (!run.finished) facts.push("the run did not finish");
   const title = run.other ? `${run.name} and ${run.other}` : run.name;
   return h("div", { class: "intro" }, h("h1", { dir: "auto" }, title), h("p", { class: "soft" }, facts.join(" · ")));
@@ -286,6 +304,8 @@ function toolbar(place, document_) {
   if (run.scored && !document_) {
     const bad = run.counts.rows.reduce((sum, chunk) => sum + chunk[run.statuses.length], 0);
     chips.push(["bad", run.scored === "tests" ? "with failed tests" : "that differ", bad]);
+    const tests = run.counts.rows.reduce((sum, chunk) => sum + chunk[run.statuses.length + 1], 0);
+    if (tests) chips.push(["tests", "whose tests differ", tests]);
   }
   const filters = h("div", { class: "chips", role: "group", "aria-label": "Show pages" }, ...chips.map(([show, label, n]) =>
     h("button", { type: "button", class: `chip ${show}`, "aria-pressed": String(place.show === show), "data-show": show, onclick: () => go({ show }) },
@@ -348,14 +368,15 @@ async function fillPages(place, body, turn) {
 
 async function card(place, row) {
   const document_ = await documentAt(row.doc);
-  const alone = document_.count === 1;
-  const label = place.doc !== null ? `Page ${row.number}` : alone ? document_.name : `${document_.name}, page ${row.number}`;
+  const alone = document_.count === 1 && place.doc === null;
   const link = h("a", { href: addressOf({ ...place, page: row.id }), class: "card", "data-status": row.status },
     thumbnail(document_, row),
     h("span", { class: "words" },
-      h("span", { class: "label", dir: "auto" }, label),
+      h("span", { class: "label", dir: "auto", title: alone ? document_.name : null }, alone ? document_.name : `Page ${row.number}`),
+      alone || place.doc !== null ? null : h("span", { class: "soft folder", dir: "auto", title: document_.name }, document_.name),
       row.status === "ok" ? null : badge(row.status),
       row.score === UNSCORED ? null : h("span", { class: isBad(row.score) ? "score bad" : "score" }, scoreWords(row.score)),
+      row.tests === UNSCORED ? null : h("span", { class: "score bad" }, testsThatDiffer(row.tests)),
       row.why ? h("span", { class: "why", dir: "auto" }, row.why) : null,
       place.q ? await snippet(document_, row, place.q) : null));
   return h("li", {}, link);
@@ -419,7 +440,7 @@ async function documentCard(place, item) {
     return item.counts[i] ? part : null;
   }));
   const words = h("span", { class: "words" },
-    h("span", { class: "label", dir: "auto" }, item.name),
+    h("span", { class: "label", dir: "auto", title: item.name }, item.name),
     item.folder !== item.name.replace(/\.[^.]*$/, "") && !item.error ? h("span", { class: "soft folder", dir: "auto" }, item.folder) : null,
     h("span", { class: "soft" }, many(item.count, "page")), ...parts,
     item.error ? h("span", { class: "why", dir: "auto" }, item.error) : null, item.count ? bar : null);
@@ -439,7 +460,7 @@ const GROUPS = {
 };
 const groupOf = (label) => GROUPS[label] || "text";
 
-const view = { tab: null, boxes: true, zoom: 1, row: null, page: null, document: null, chosen: null };
+const view = { tab: null, boxes: true, zoom: 1, row: null, page: null, document: null, chosen: null, difference: null };
 
 async function showPage(place, turn) {
   const row = await rowAt("rows", place.page);
@@ -475,23 +496,29 @@ async function pageBar(place) {
   return h("div", { class: "pagebar" },
     h("a", { href: addressOf({ ...place, page: null }), class: "back", id: "back" }, "‹ ", place.q ? "Results" : "Pages"),
     h("h1", { dir: "auto" }, document_.name),
-    h("span", { class: "soft of" }, "page ", jump, document_.count > 1 ? ` of ${number.format(document_.count)}` : ""),
+    document_.count > 1 ? h("span", { class: "soft of" }, "page ", jump, ` of ${number.format(document_.count)}`) : null,
     badge(row.status),
     row.score === UNSCORED ? null : h("span", { class: isBad(row.score) ? "score bad" : "score" }, scoreWords(row.score)),
-    h("span", { class: "steps" }, step(before, "Previous page", "←", "previous"), step(after, "Next page", "→", "next"),
-      h("button", { type: "button", id: "next-doubtful", class: "step", title: "Next doubtful page (s)", onclick: () => toDoubtful(1) }, "next doubtful")),
-    page.error || page.reasons.length ? h("p", { class: "reasons", dir: "auto" }, page.error || page.reasons.join("; ")) : null);
+    h("nav", { class: "steps", "aria-label": "Pages" }, step(before, "Previous page", "←", "previous"), step(after, "Next page", "→", "next"),
+      h("button", { type: "button", id: "next-doubtful", class: "step", title: `Next page that is ${DOUBTS()} (s)`, onclick: () => toDoubtful(1) }, "next doubtful")),
+    page.error || page.reasons.length ? h("p", { class: `reasons ${row.status}`, dir: "auto" }, page.error || page.reasons.join("; ")) : null);
 }
 
+const DOUBTS = () => `suspect, failed${{ tests: ", or fails a test", words: ", or differs" }[run.scored] || " or unfinished"}`;
+
+/** Goes to the page of this document with a number; they are in order, but some may be missing. */
 async function jumpTo(said) {
   const wanted = Number(said);
-  for (let i = 0; i < view.document.count; i += 1) {
-    // Pages are nearly always numbered without gaps: the first guess is right.
-    const row = await rowAt("rows", view.document.first + ((wanted - 1 + i) % view.document.count));
+  const { first, count, name } = view.document;
+  let [low, high] = [first, first + count - 1];
+  while (low <= high) {
+    const middle = Math.floor((low + high) / 2);
+    const row = await rowAt("rows", middle);
     if (row?.number === wanted) return go({ page: row.id });
-    if (i > 2000) break;
+    if (!row || !(row.number > wanted)) low = middle + 1;
+    else high = middle - 1;
   }
-  tell(`${view.document.name} has no page ${said}`);
+  say(`${name} has no page ${said}`);
   $("jump").value = String(view.row.number);
 }
 
@@ -499,7 +526,7 @@ async function toDoubtful(step) {
   const place = readPlace();
   const next = await neighbour({ ...place, show: "all" }, view.row, step, doubtful);
   if (next) go({ page: next.id, show: FILTERS[place.show]?.(next) ? place.show : "all" });
-  else tell(step > 0 ? "No doubtful page after this one" : "No doubtful page before this one");
+  else say(`No page ${step > 0 ? "after" : "before"} this one is ${DOUBTS()}`);
 }
 
 /** The page's picture with its boxes. */
@@ -515,9 +542,9 @@ function paperPane() {
   const labels = [...new Set(page.blocks.map((block) => block.label))];
   const legend = h("ul", { class: "legend", "aria-label": "Labels on this page" }, ...labels.map((label) => h("li", { class: `g-${groupOf(label)}` }, label)));
   const toggle = h("button", { type: "button", id: "boxes", "aria-pressed": String(view.boxes), title: "Boxes (b)", onclick: toggleBoxes }, "Boxes");
-  const tools = h("div", { class: "tools" }, legend, toggle,
+  const tools = h("div", { class: "tools" }, legend, h("span", { class: "knobs" }, toggle,
     h("button", { type: "button", title: "Smaller (−)", "aria-label": "Smaller", onclick: () => zoom(view.zoom / 1.25) }, "−"),
-    h("button", { type: "button", title: "Larger (+)", "aria-label": "Larger", onclick: () => zoom(view.zoom * 1.25) }, "+"));
+    h("button", { type: "button", title: "Larger (+)", "aria-label": "Larger", onclick: () => zoom(view.zoom * 1.25) }, "+")));
   const scroll = h("div", { class: `scroll${view.boxes ? "" : " bare"}`, id: "paper", tabindex: "0", role: "region", "aria-label": "Picture of the page" }, sheet);
   return h("section", { class: "pane paper", "aria-label": "Page" }, tools, scroll);
 }
@@ -586,7 +613,9 @@ function zoom(to) {
 function tabs() {
   const { page } = view;
   const all = [["text", "Text"], ["markdown", "Markdown"], ["html", "Raw HTML"], ["json", "JSON"], ["attempts", `Attempts ${page.attempts.length}`]];
-  if (page.tests) all.splice(1, 0, ["tests", `Tests ${page.tests.filter((test) => test.passed !== false).length}/${page.tests.length}`]);
+  const counts = [page, page.other].filter((side) => side?.tests).map(({ tests }) =>
+    (tests.some((test) => test.passed !== null) ? `${tests.filter((test) => test.passed).length}/${tests.length}` : String(tests.length)));
+  if (counts.length) all.splice(1, 0, ["tests", `Tests ${counts.join(" ↔ ")}`]);
   return all;
 }
 
@@ -624,16 +653,44 @@ function drawTab(place) {
   const panel = $("panel");
   panel.setAttribute("aria-labelledby", `tab-${view.tab}`);
   panel.className = `scroll is-${view.tab}`;
-  const draw = { text: drawText, tests: drawTests, markdown: (page) => source(page.md), html: (page) => source(page.raw, true), json: (page) => source(page.json), attempts: drawAttempts }[view.tab];
+  const draw = { text: drawText, tests: drawTests, markdown: (page) => source(page.md), html: (page) => source(page.raw, true), json: (page) => source(readable(page.json)), attempts: drawAttempts }[view.tab];
   const both = view.page.other && view.tab !== "tests";
   panel.replaceChildren(...(both ? [half(run.name, view.page, draw, true), half(run.other, view.page.other, draw, false)] : [draw(view.page, true)]));
   panel.classList.toggle("two", Boolean(both));
   panel.scrollTop = 0;
+  view.difference = null;
+  wrapWideMaths();
   if (place.q && view.tab === "text") showHits(place.q);
 }
 
+/** Formulas that are wider than the page scroll by themselves. */
+function wrapWideMaths() {
+  for (const maths of document.querySelectorAll("#panel .reply math")) {
+    const room = maths.closest(".wide, .reply");
+    if (room.className !== "reply" || maths.getBoundingClientRect().width <= room.clientWidth) continue;
+    const wrap = h("span", { class: "wide maths", tabindex: "0", role: "group", "aria-label": "Formula" });
+    maths.replaceWith(wrap);
+    wrap.append(maths);
+  }
+}
+
+/** Goes to the next place that differs, in this run's text and then in the other's. */
+function toDifference(step) {
+  const marks = [...document.querySelectorAll("#panel .half mark")];
+  if (!marks.length) return say("No word differs on this page");
+  const at = view.difference === null ? (step > 0 ? 0 : marks.length - 1) : (view.difference + step + marks.length) % marks.length;
+  document.querySelector("mark.now")?.classList.remove("now");
+  marks[at].classList.add("now");
+  scrollTo_(marks[at]);
+  view.difference = at;
+  tell(`Difference ${at + 1} of ${marks.length}: ${marks[at].textContent}`);
+}
+
 function half(name, page, draw, ours) {
-  return h("div", { class: "half" }, h("h2", { dir: "auto" }, name, " ", page.status === "ok" ? null : badge(page.status)),
+  const count = view.tab === "text" && page.differs ? h("span", { class: "count" }, ` ${many(page.differs, "word")} only here`) : null;
+  const next = view.tab === "text" && ours && (page.differs || page.other.differs)
+    ? h("button", { type: "button", id: "next-difference", title: "Next difference (d)", onclick: () => toDifference(1) }, "next difference") : null;
+  return h("div", { class: "half" }, h("h2", { dir: "auto" }, name, " ", page.status === "ok" ? null : badge(page.status), count, next),
     page.error && !ours ? h("p", { class: "reasons", dir: "auto" }, page.error) : null, draw(page, ours));
 }
 
@@ -649,16 +706,26 @@ function textBlock(block, i, ours, images) {
   const body = h("div", { class: "reply", dir: "auto" });
   const template = h("template");
   template.innerHTML = block.html; // sanitized by view.py; the policy of this page lets nothing in it run
-  for (const image of template.content.querySelectorAll("img[src]")) image.src = images + image.getAttribute("src").split("/").at(-1);
+  for (const image of template.content.querySelectorAll("img")) {
+    const words = () => h("span", { class: "alt" }, image.alt || "a picture without words");
+    if (!image.hasAttribute("src")) image.replaceWith(words());
+    else image.src = images + image.getAttribute("src").split("/").at(-1);
+    image.addEventListener("error", () => image.replaceWith(words()));
+  }
   body.append(template.content);
+  if (!body.textContent.trim() && !body.querySelector("img, table")) body.append(h("span", { class: "alt" }, block.label === "Blank-Page" ? "a blank page" : "nothing was read here"));
   for (const table of body.querySelectorAll("table")) {
     const wrap = h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" });
     table.replaceWith(wrap);
     wrap.append(table);
   }
-  if (block.label === "Blank-Page" && !body.textContent.trim()) body.append("A blank page");
   const chip = h("button", { type: "button", class: "mark", title: "Show it on the page", onclick: () => ours && choose(i, "box") }, h("span", { class: "n" }, String(i + 1)), ` ${block.label}`);
   const element = h("article", { class: `block g-${groupOf(block.label)}`, "aria-label": `Block ${i + 1}, ${block.label}` }, chip, body);
+  if (!ours && block.box) {
+    const ghost = h("span", { class: `box ghost g-${groupOf(block.label)}` });
+    element.addEventListener("mouseenter", () => $("sheet").append(place_(ghost, block.box, 2000)));
+    element.addEventListener("mouseleave", () => ghost.remove());
+  }
   if (ours) {
     element.dataset.i = i;
     element.addEventListener("mouseenter", () => warm(i, true));
@@ -702,6 +769,15 @@ function source(text, coloured = false) {
   return h("div", { class: "sourcebox" }, copy, pre);
 }
 
+/** JSON over lines, but lists of numbers, as boxes are, on one. */
+function readable(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2).replace(/\[\n[\d\s.,eE+-]*\]/g, (list) => list.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]"));
+  } catch {
+    return text; // cut off where it is too long
+  }
+}
+
 function tagged(text) {
   return text.split(/(<[^<>]{1,2000}>)/).map((part, i) => (i % 2 ? h("span", { class: "tag" }, part) : part));
 }
@@ -729,20 +805,38 @@ function drawAttempts(page) {
     `${Number(attempt.seconds ?? 0).toFixed(1)} s`, attempt.repeats ? "repeats itself" : ""]);
   const lists = [["Reasons", page.reasons], ["Notes", page.notes], ["Error", page.error ? [page.error] : []]];
   return h("div", { class: "text" },
-    rows.length ? table(["Attempt", "Temperature", "Seed", "Ended by", "Tokens", "Time", ""], rows) : h("p", { class: "empty" }, "No attempt has a reply."),
+    rows.length ? table(["Attempt", "Temperature", "Seed", "Ended by", "Tokens", "Time", "Note"], rows) : h("p", { class: "empty" }, "No attempt has a reply."),
     ...lists.filter(([, items]) => items.length).flatMap(([title, items]) => [h("h2", {}, title), h("ul", {}, ...items.map((item) => h("li", { dir: "auto" }, item)))]));
 }
 
+const resultOf = (test) => (!test ? "not there" : test.passed === null ? "not scored" : test.passed ? "passed" : "failed");
+
+/** A page's tests: those that one of two runs passes and the other does not first, then those that failed. */
 function drawTests(page) {
-  const order = [...page.tests].sort((a, b) => Number(a.passed !== false) - Number(b.passed !== false));
-  return h("ul", { class: "tests" }, ...order.map((test) => {
-    const result = test.passed === null ? "not scored" : test.passed ? "passed" : "failed";
-    return h("li", { class: `test ${result.replace(" ", "-")}` },
-      h("p", {}, h("span", { class: `badge ${test.passed === false ? "failed" : "ok"}` }, result), " ", h("strong", {}, test.type), h("span", { class: "soft" }, ` ${test.id}`)),
-      test.asked ? h("p", { dir: "auto" }, test.asked) : null,
-      test.why ? h("p", { class: "why", dir: "auto" }, test.why) : null,
-      test.tags.length ? h("p", { class: "soft" }, test.tags.join(" · ")) : null);
-  }));
+  const theirs = new Map((page.other?.tests || []).map((test) => [test.id, test]));
+  const pairs = (page.tests || []).map((test) => [test, theirs.get(test.id)]);
+  const known = new Set(pairs.map(([test]) => test.id));
+  for (const test of theirs.values()) if (!known.has(test.id)) pairs.push([null, test]);
+  const two = Boolean(page.other?.tests);
+  const differs = ([a, b]) => two && a && b && a.passed !== b.passed;
+  const rank = (pair) => (differs(pair) ? 0 : pair.some((test) => test?.passed === false) ? 1 : 2);
+  const order = pairs.map((pair) => [rank(pair), pair]).sort((a, b) => a[0] - b[0]);
+  return h("ul", { class: "tests" }, ...order.map(([place, pair]) => testItem(pair, two, place === 0)));
+}
+
+function testItem([ours, theirs], two, differs) {
+  const test = ours || theirs;
+  const sides = two ? [[run.name, ours], [run.other, theirs]] : [["", ours]];
+  const failed = sides.some(([, side]) => side?.passed === false);
+  const badges = sides.flatMap(([name, side]) => {
+    const result = resultOf(side);
+    return [h("span", { class: `badge ${{ passed: "ok", failed: "failed" }[result] || ""}`, dir: "auto" }, name ? `${name}: ${result}` : result), " "];
+  });
+  return h("li", { class: `test${failed ? " failed" : ""}${differs ? " differs" : ""}` },
+    h("p", {}, ...badges, h("strong", {}, test.type), h("span", { class: "soft" }, ` ${test.id}`)),
+    test.asked ? h("p", { dir: "auto" }, test.asked) : null,
+    ...sides.map(([name, side]) => (side?.why ? h("p", { class: "why", dir: "auto" }, name ? `${name}: ${side.why}` : side.why) : null)),
+    test.tags.length ? h("p", { class: "soft" }, test.tags.join(" · ")) : null);
 }
 
 /** Formulas are copied as the LaTeX that was read. */
@@ -791,6 +885,8 @@ const onPage = {
   S: () => toDoubtful(-1),
   j: () => stepBlock(1),
   k: () => stepBlock(-1),
+  d: () => toDifference(1),
+  D: () => toDifference(-1),
   b: toggleBoxes,
   "+": () => zoom(view.zoom * 1.25),
   "=": () => zoom(view.zoom * 1.25),
@@ -845,6 +941,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
+addEventListener("resize", wrapWideMaths);
 let shownAt = location.hash;
 addEventListener("hashchange", async () => {
   places.set(shownAt, scrollY);
