@@ -1106,6 +1106,10 @@ class Board:
 def start_ray(address: str | None) -> None:
     """Joins the cluster at `address`, or starts Ray on this machine, heard on loopback only. Raises BadUsage."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read at import: Ray's servers listen on loopback alone
+        if len(tempfile.gettempdir()) > 40:  # Ray's sockets lie there, and their paths have 107 bytes at most
+            os.environ.setdefault("RAY_TMPDIR", "/tmp")
     try:
         import ray
     except ImportError:
@@ -1113,14 +1117,11 @@ def start_ray(address: str | None) -> None:
     import logging
 
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None and len(tempfile.gettempdir()) > 40:  # Ray's sockets lie there, and their paths have 107 bytes
-        os.environ.setdefault("RAY_TMPDIR", "/tmp")
     with tempfile.TemporaryDirectory() as folder, hushed():
         try:
             if address is None:
-                cores, node = max(2, ocr.cores()), "127.0.0.1"
-                own = {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
-                ray.init(_node_ip_address=node, **own, **quiet)
+                own = {"num_cpus": max(2, ocr.cores()), "object_store_memory": OBJECT_STORE, "include_dashboard": False}
+                ray.init("local", **own, **quiet)  # "local": not some cluster that this machine is part of
                 return
             # The two files travel to every node; a node's own environment holds the packages and the stores' keys.
             for path in (Path(ocr.__file__), Path(__file__)):
@@ -1156,10 +1157,8 @@ def shape(readers: int | None, workers: int | None) -> tuple[int, int, int]:
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     nodes = [cpus for cpus in nodes if cpus] or [1]
     workers = workers or min(8, *nodes)
-    # A core of each node is left to the surveyors, which are asleep most of the time.
-    reserved = max(1, workers - 1)
-    most = sum(max(1, (cpus - 1) // reserved) for cpus in nodes)
-    return readers or most, workers, reserved
+    # Less than they use: when a node is lost, its readers find room on the others, and surveyors find some anywhere.
+    return readers or sum(max(1, cpus // workers) for cpus in nodes), workers, max(1, workers // 3)
 
 
 def pipeline(
@@ -1372,9 +1371,12 @@ def work(
     """Runs the dataset until it is done or stopped. Raises BadUsage."""
     start_ray(args.address)
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        board = ray.remote(num_cpus=0)(Board).remote()
+        # On the driver's own node: losing any other must not end the run.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
         watch = Watch(pipeline(plan, parts, board, wanted, known, args.readers), board, parts)
         watch.follow(progress)
     finally:
@@ -1599,11 +1601,12 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def summary(record: dict[str, Any], out: str) -> str:
-    pages, seconds = record["pages"], record["seconds"]
-    counts = ", ".join(f"{pages[status]} {'pages ' * (status == ocr.OK)}{status}" for status in STATUSES)
-    cached = f" ({pages['cached']} more from earlier runs)" if pages.get("cached") else ""
+    pages, whole, seconds = record["pages"], record.get("in all", record["pages"]), record["seconds"]
+    counts = ", ".join(f"{whole[status]} {'pages ' * (status == ocr.OK)}{status}" for status in STATUSES)
+    fresh = sum(pages[status] for status in STATUSES)
     lost = f"; {pages['missing']} pages not read, run again for them" if pages.get("missing") else ""
-    return f"{counts}{cached}; {record['tokens']} tokens, {seconds:.1f} s -> {out}{lost}"
+    done = f" ({fresh} read now, {record['tokens']} tokens, {seconds:.1f} s)" if "in all" in record else ""
+    return f"{out}: {counts}{done}{lost}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
