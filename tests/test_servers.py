@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from running import command, needs, page_record, until
-from serve import MTP, RealServer, interpreter, make_checkpoint
+from serve import MTP, RealServer, free_port, interpreter, make_checkpoint
 from support import one_page
 
 import benchmark
@@ -44,19 +44,47 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), maker)
 
 
+class Seat:
+    """One vLLM at a time, for each takes 3 GB and half a minute to start: tests in a row share it, or start the next.
+
+    That is at the same port, so that a run goes on with it.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint, self.port = checkpoint, free_port()
+        self.server: RealServer | None = None
+        self.flags: tuple[str, ...] = ()
+
+    def take(self, *flags: str) -> RealServer:
+        """A server with these flags that runs."""
+        if not (self.server and self.flags == flags and self.server.runs()):
+            self.leave()
+            self.flags, self.server = flags, RealServer("vllm", self.checkpoint, flags, self.port)
+            self.server.start()
+        return self.server
+
+    def leave(self) -> None:
+        if self.server:
+            self.server.stop()
+
+
 @pytest.fixture(scope="module")
-def vllm(checkpoint: Path) -> Iterator[RealServer]:
+def seat(checkpoint: Path) -> Iterator[Seat]:
     needs("vllm")
-    with RealServer("vllm", checkpoint) as server:
-        yield server
+    seat = Seat(checkpoint)
+    yield seat
+    seat.leave()
 
 
-@pytest.fixture(scope="module")
-def mtp(checkpoint: Path) -> Iterator[RealServer]:
+@pytest.fixture
+def vllm(seat: Seat) -> RealServer:
+    return seat.take()
+
+
+@pytest.fixture
+def mtp(seat: Seat) -> RealServer:
     """With MTP. Its replies are right at temperature 0 only, on a CPU."""
-    needs("vllm")
-    with RealServer("vllm", checkpoint, MTP) as server:
-        yield server
+    return seat.take(*MTP)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +134,114 @@ def counters(server: RealServer) -> benchmark_speed.Counters:
 
 
 HARVEST = "# Harvest of the year\n\nEleven carts & nine wagons of barley went to the mill at noon.\n"
+
+# ---- vLLM, ended while it works: first, for they leave a server that the others use
+
+
+class Background:
+    """A run in a thread, with what the transport was told on the way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, document: Path, server: RealServer, **settings: Any):
+        self.faults: list[str] = []
+        self.said: list[str] = []
+        self.result: ocr.RunResult | None = None
+        ask = ocr.Server.ask
+
+        async def noted(client: ocr.Server, *args: Any, **more: Any) -> ocr.Answer:
+            try:
+                return await ask(client, *args, **more)
+            except ocr.Fault as fault:
+                self.faults.append(str(fault))
+                raise
+
+        monkeypatch.setattr(ocr.Server, "ask", noted)
+        wanted = ocr.Settings(url=server.url, workers=1, check=False, **settings)
+        self.thread = threading.Thread(target=self.run, args=(document, wanted))
+        self.thread.start()
+
+    def run(self, document: Path, settings: ocr.Settings) -> None:
+        out = document.parent / "out"
+        self.result = ocr.run([document], out, settings, on_event=lambda _, text: self.said.append(text))
+
+    def end(self) -> ocr.RunResult:
+        self.thread.join(240)
+        assert self.result, self.said
+        return self.result
+
+
+def busy(server: RealServer) -> bool:
+    return counters(server).values["num_requests_running"] > 0
+
+
+def end_engine(server: RealServer, how: signal.Signals) -> None:
+    for pid in server.children():
+        name = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+        if b"EngineCore" in name:
+            os.kill(pid, how)
+            return
+    raise AssertionError("no engine found")
+
+
+def judge(run: Background, pages: dict[str, Path], tokens: int) -> None:
+    """The run is complete, and what was not whole counts for nothing: its first reply is the greedy one, cut off."""
+    result = run.end()
+    assert result.exit_code == 0 and not result.stopped, run.said
+    record = page_record(pages["loop"].parent / "out", "loop")
+    assert record["status"] == "ok" and record["attempts"][0]["completion_tokens"] == tokens
+    assert {a["finish_reason"] for a in record["attempts"]} <= {"length", "stop"}
+
+
+def test_prefix_caching_on_a_cpu_ends_the_engine_and_the_run_goes_on_after(
+    seat: Seat, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first retry, at a temperature and with a seed, that the engine does not survive."""
+    run = Background(monkeypatch, pages["loop"], seat.take("--enable-prefix-caching"), max_tokens=400)
+    until(lambda: run.faults, 120)
+    seat.take()
+    judge(run, pages, 400)
+    assert re.search("EngineCore|Disconnected|Connect", run.faults[0]), run.faults
+
+
+# Killed: every request gets a 500 for a while, then nobody listens. Stopped, as by a service manager that tells all of
+# a server's processes: half a reply comes with "abort".
+@pytest.mark.parametrize(
+    ("how", "words"), [(signal.SIGKILL, "EngineCore|Disconnected|Connect"), (signal.SIGTERM, "abort")]
+)
+def test_a_server_whose_engine_ends_is_waited_for(
+    how: signal.Signals, words: str, vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
+    until(lambda: busy(vllm), 60)
+    end_engine(vllm, how)
+    until(lambda: run.faults, 60)
+    vllm.stop()
+    vllm.start()
+    judge(run, pages, 1200)
+    assert re.search(words, run.faults[0]), run.faults
+
+
+def test_a_server_that_is_told_to_stop_is_waited_for(
+    vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is gone at once. What its clients hear, if anything, differs: it may wait for them to hang up."""
+    monkeypatch.setattr(ocr, "PORT_LOOK", 0.5)
+    monkeypatch.setattr(ocr, "LAST_WORDS", 10.0)
+    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
+    until(lambda: busy(vllm), 60)
+    old, vllm.process = vllm.process, None
+    assert old
+    old.terminate()
+    until(lambda: not listens(vllm), 30)
+    vllm.start()
+    judge(run, pages, 1200)
+    assert re.search("closed its port|abort|EngineCore", run.faults[0]), run.faults
+    old.wait(30)
+
+
+def listens(server: RealServer) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", server.port)) == 0
+
 
 # ---- vLLM
 
@@ -195,6 +331,19 @@ def connect_to(server: RealServer, model: str) -> None:
     asyncio.run(go())
 
 
+# ---- vLLM, with other flags
+
+
+def test_a_context_that_is_too_small(seat: Seat, pages: dict[str, Path]) -> None:
+    server = seat.take("--max-model-len", "2720")
+    done = command("--check", "--url", server.url)
+    assert done.returncode == 3 and "FAULT the server's context is 2720 tokens" in done.stdout
+    # It answers 200 and "length": vLLM lowers max_tokens without a word.
+    code, said, record = read(pages["loop"], server, "--max-tokens", 2000, "--no-check")
+    assert code == 3 and not record
+    assert "its context is too small" in said and "--max-model-len" in said
+
+
 def test_mtp_is_counted(mtp: RealServer, pages: dict[str, Path]) -> None:
     before = counters(mtp)
     code, said, record = read(pages["letter"], mtp, "--max-tokens", 1000)
@@ -232,128 +381,6 @@ def test_speed_agrees_with_the_counters(mtp: RealServer, tmp_path: Path) -> None
         assert 3 < facts["mean_accepted_length"] <= 4 and min(facts["acceptance"]) > 0.8
     steps = after.since(before, "spec_decode_num_drafts_total")
     assert whole["mean_accepted_length"] * (steps or 0) == pytest.approx(sum(one["tokens"] for one in asked), rel=0.15)
-
-
-def test_a_context_that_is_too_small(checkpoint: Path, pages: dict[str, Path]) -> None:
-    needs("vllm")
-    with RealServer("vllm", checkpoint, ["--max-model-len", "2720"]) as server:
-        done = command("--check", "--url", server.url)
-        assert done.returncode == 3 and "FAULT the server's context is 2720 tokens" in done.stdout
-        # It answers 200 and "length": vLLM lowers max_tokens without a word.
-        code, said, record = read(pages["loop"], server, "--max-tokens", 2000, "--no-check")
-    assert code == 3 and not record
-    assert "its context is too small" in said and "--max-model-len" in said
-
-
-# ---- vLLM, ended while it works
-
-
-class Background:
-    """A run in a thread, with what the transport was told on the way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, document: Path, server: RealServer, **settings: Any):
-        self.faults: list[str] = []
-        self.said: list[str] = []
-        self.result: ocr.RunResult | None = None
-        ask = ocr.Server.ask
-
-        async def noted(client: ocr.Server, *args: Any, **more: Any) -> ocr.Answer:
-            try:
-                return await ask(client, *args, **more)
-            except ocr.Fault as fault:
-                self.faults.append(str(fault))
-                raise
-
-        monkeypatch.setattr(ocr.Server, "ask", noted)
-        wanted = ocr.Settings(url=server.url, workers=1, check=False, **settings)
-        self.thread = threading.Thread(target=self.run, args=(document, wanted))
-        self.thread.start()
-
-    def run(self, document: Path, settings: ocr.Settings) -> None:
-        out = document.parent / "out"
-        self.result = ocr.run([document], out, settings, on_event=lambda _, text: self.said.append(text))
-
-    def end(self) -> ocr.RunResult:
-        self.thread.join(240)
-        assert self.result, self.said
-        return self.result
-
-
-def busy(server: RealServer) -> bool:
-    return counters(server).values["num_requests_running"] > 0
-
-
-def end_engine(server: RealServer, how: signal.Signals) -> None:
-    for pid in server.children():
-        name = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
-        if b"EngineCore" in name:
-            os.kill(pid, how)
-            return
-    raise AssertionError("no engine found")
-
-
-def judge(run: Background, pages: dict[str, Path], tokens: int) -> None:
-    """The run is complete, and what was not whole counts for nothing: its first reply is the greedy one, cut off."""
-    result = run.end()
-    assert result.exit_code == 0 and not result.stopped, run.said
-    record = page_record(pages["loop"].parent / "out", "loop")
-    assert record["status"] == "ok" and record["attempts"][0]["completion_tokens"] == tokens
-    assert {a["finish_reason"] for a in record["attempts"]} <= {"length", "stop"}
-
-
-# Killed: every request gets a 500 for a while, then nobody listens. Stopped, as by a service manager that tells all of
-# a server's processes: half a reply comes with "abort".
-@pytest.mark.parametrize(
-    ("how", "words"), [(signal.SIGKILL, "EngineCore|Disconnected|Connect"), (signal.SIGTERM, "abort")]
-)
-def test_a_server_whose_engine_ends_is_waited_for(
-    how: signal.Signals, words: str, vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
-    until(lambda: busy(vllm), 60)
-    end_engine(vllm, how)
-    until(lambda: run.faults, 60)
-    vllm.stop()
-    vllm.start()
-    judge(run, pages, 1200)
-    assert re.search(words, run.faults[0]), run.faults
-
-
-def test_a_server_that_is_told_to_stop_is_waited_for(
-    vllm: RealServer, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its engine is gone at once. What its clients hear, if anything, differs: it may wait for them to hang up."""
-    monkeypatch.setattr(ocr, "PORT_LOOK", 0.5)
-    monkeypatch.setattr(ocr, "LAST_WORDS", 10.0)
-    run = Background(monkeypatch, pages["loop"], vllm, max_tokens=1200)
-    until(lambda: busy(vllm), 60)
-    old, vllm.process = vllm.process, None
-    assert old
-    old.terminate()
-    until(lambda: not listens(vllm), 30)
-    vllm.start()
-    judge(run, pages, 1200)
-    assert re.search("closed its port|abort|EngineCore", run.faults[0]), run.faults
-    old.wait(30)
-
-
-def listens(server: RealServer) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", server.port)) == 0
-
-
-def test_prefix_caching_on_a_cpu_ends_the_engine_and_the_run_goes_on_after(
-    checkpoint: Path, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("vllm")
-    crashing = RealServer("vllm", checkpoint, ["--enable-prefix-caching"])
-    with crashing:
-        # It is the first retry, at a temperature and with a seed, that the engine does not survive.
-        run = Background(monkeypatch, pages["loop"], crashing, max_tokens=400)
-        until(lambda: run.faults, 120)
-    with RealServer("vllm", checkpoint, port=crashing.port):
-        judge(run, pages, 400)
-    assert re.search("EngineCore|Disconnected|Connect", run.faults[0]), run.faults
 
 
 # ---- mlx_vlm.server

@@ -126,6 +126,9 @@ class RealServer:
             return bool(json.loads(self.get("/v1/models"))["data"])
         return False
 
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def stop(self, wait: float = 30.0) -> None:
         """Ends it as a person would; what is left after a while is killed."""
         if self.process is None:
