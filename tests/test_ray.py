@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import scaling
 from hypothesis import given
 from hypothesis import strategies as st
 from running import a_pdf, block, looping, quick, tree
 from standin import Answer, Request, Standin, Status
-from support import written
+from support import ROOT, written
 
 import ocr
 
@@ -504,3 +505,22 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
         said = capsys.readouterr().err
         assert words in said and "Traceback" not in said
     assert ocr_ray.main([str(tmp_path), "--out", str(tmp_path / "o"), *url]) == ocr.EXIT_NO_SERVER
+
+
+def test_the_readme_has_the_models_tables() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for lines in (scaling.archive(), scaling.limits()):
+        assert "\n".join(lines) in readme, "python tests/scaling.py has other figures: put them into the README"
+
+
+def test_the_model_adds_up() -> None:
+    card, one = scaling.GPUS[0], dataclasses.replace(scaling.GPUS[0], tokens=1000.0, in_flight=20)
+    assert one.pages == 1.0 and one.seconds == 20.0
+    assert card.in_flight / card.seconds == pytest.approx(card.pages)
+    assert [scaling.number(value) for value in (0.04, 9.94, 16.4, 1234.0, 99_960.0)] == [
+        "0.0",
+        "9.9",
+        "16",
+        "1,200",
+        "100,000",
+    ]

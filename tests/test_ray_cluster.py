@@ -24,7 +24,7 @@ from test_check import right
 
 import ocr
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 
 def requires(module: str, what: str) -> Any:
