@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lxml import etree
     from PIL import Image
 
-FORMAT = 4  # of the files written; others are written again
+FORMAT = 5  # of the files written; others are written again
 ASSETS = Path(__file__).resolve().parent / "viewer"
 UNFINISHED = "unfinished"  # a page with files but no record: the run stopped there
 STATUSES = (ocr.OK, ocr.SUSPECT, ocr.FAILED, UNFINISHED)
@@ -89,7 +89,8 @@ class Entry:
 
 def client_folder(run: Path) -> Path:
     """Where the client's documents lie: in a benchmark's run in the folder ocr."""
-    return run / "ocr" if "benchmark" in ocr.read_json(run / "run.json") else run
+    inner = run / "ocr"
+    return inner if "benchmark" in ocr.read_json(run / "run.json") and inner.is_dir() else run
 
 
 def find_documents(run: Path, data: Path | None = None) -> list[Entry]:
@@ -170,6 +171,14 @@ def told_hash(folder: Path) -> str | None:
     return None
 
 
+def is_file(path: Path) -> bool:
+    """False too for what can be no file's name here: too long, or with a zero byte."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 class Sources:
     """Finds the files that documents were read from: where the run had them, or by name below `data`."""
 
@@ -181,7 +190,7 @@ class Sources:
         return {path.name: path for path in sorted(self.data.rglob("*")) if path.is_file()} if self.data else {}
 
     def find(self, path: Path) -> Path:
-        return path if path.is_file() else self.by_name.get(path.name, path)
+        return path if is_file(path) else self.by_name.get(path.name, path)
 
 
 def pair_up(entries: Sequence[Entry], other_run: Path) -> list[Entry]:
@@ -375,7 +384,8 @@ def make_page(job: PageJob) -> PageRow:
         page["notes"].append(f"no picture: {note}")
     score = None
     if job.compare:
-        page["other"] = read_page(job.other, job.number, job.view) if job.other else absent()
+        other = job.other if job.other and has_page(job.other, job.number) else None
+        page["other"] = read_page(other, job.number, job.view) if other else absent()
         score = mark_differences(page, page["other"])
         if job.other_tests:
             page["other"]["tests"] = [dataclasses.asdict(test) for test in job.other_tests]
@@ -446,6 +456,10 @@ def row_on_disk(path: Path, stamp: str) -> PageRow | None:
 def script_json(value: Any) -> str:
     """JSON that is a JavaScript expression too."""
     return json.dumps(value, ensure_ascii=False).replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def has_page(folder: Path, number: int) -> bool:
+    return any(ocr.page_file(folder, number, s).exists() for s in (".json", ".md", ".html"))
 
 
 def absent() -> dict[str, Any]:
@@ -893,7 +907,7 @@ class Viewer:
         """The document's file to draw from, or why there is none."""
         if self.args.no_images or not entry.numbers:
             return None, None
-        if not entry.source or not entry.source.is_file():
+        if not entry.source or not is_file(entry.source):
             return None, f"{ocr.show(entry.source) if entry.source else 'the source'} is not there any more"
         try:
             limit = 10 * ocr.RENDER_LIMIT

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +15,7 @@ import pytest
 from PIL import Image
 from running import command, page_record
 from standin import Answer, Standin
-from support import encode, encrypted, one_page, picture
+from support import DATA, encode, encrypted, one_page, picture
 
 import ocr
 
@@ -137,6 +141,68 @@ def test_words_are_found_in_their_place(tmp_path: Path, name: str) -> None:
     assert not list(document.folder.glob("*.part"))
 
 
+class Word(NamedTuple):
+    text: str
+    spot: Spot
+
+
+def poppler(path: Path, number: int, password: str, *options: str) -> str:
+    """What poppler reads of a page."""
+    pages = ("-f", str(number), "-l", str(number))
+    words = ["pdftotext", *options, "-cropbox", *pages, "-upw", password, str(path), "-"]
+    return subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.decode()
+
+
+def poppler_words(path: Path, number: int, turned: bool, password: str) -> list[Word]:
+    """A page's words for poppler, 0-1000 as a person sees the page. It tells a turned page's size as it lies."""
+    said = poppler(path, number, password, "-bbox")
+    sides = re.search(r'<page width="([\d.]+)" height="([\d.]+)">', said)
+    assert sides
+    width, height = (float(side) for side in (sides.groups()[::-1] if turned else sides.groups()))
+    found = re.findall(r'<word xMin="(\S+)" yMin="(\S+)" xMax="(\S+)" yMax="(\S+)">(.*?)</word>', said)
+    scales = (1000 / width, 1000 / height) * 2
+    return [Word(html.unescape(w[4]), Spot(*(float(v) * k for v, k in zip(w, scales, strict=False)))) for w in found]
+
+
+FORM = DATA / "pdfs" / "text_form.pdf"
+SIGNED = one_page(
+    root="/AcroForm << /SigFlags 3 /Fields [6 0 R] >>",
+    page="/Annots [6 0 R]",
+    objects={
+        5: "<< /Type /Sig /Filter /Adobe.PPKLite /ByteRange [0 9 9 9] /Contents <00> >>",
+        6: "<< /Type /Annot /Subtype /Widget /FT /Sig /T (Signature1) /V 5 0 R /Rect [0 0 0 0] /P 10 0 R >>",
+    },
+)
+OTHERS = {"form.pdf": FORM.read_bytes(), "signed.pdf": SIGNED, "locked.pdf": encrypted(b"secret")}
+
+
+@pytest.mark.skipif(not shutil.which("pdftotext"), reason="pdftotext is not installed (apt-get install poppler-utils)")
+@pytest.mark.parametrize("name", FILES | OTHERS)
+def test_another_reader_finds_them_there_too(tmp_path: Path, name: str) -> None:
+    password = "secret" if name == "locked.pdf" else None
+    document = read_document(tmp_path, name, (FILES | OTHERS)[name], password=password)
+    ocr.write_searchable(document)
+    copy = ocr.searchable_file(document)
+    with pdfium.PdfDocument(copy, password=password) as pdf:
+        turned = [page.get_rotation() in (90, 270) for page in pdf]
+    for number, is_turned in enumerate(turned, 1):
+        words = poppler_words(copy, number, is_turned, password or "")
+        said = poppler(copy, number, password or "")
+        for wanted, (x0, y0, x1, y1) in PLACES.items():
+            # Its boxes are those of the font's lines, a little higher than the signs.
+            inside = [
+                word.text
+                for word in words
+                if word.spot.left >= x0 - 8 and word.spot.right <= x1 + 8 and word.spot.top >= y0 - 8
+                if word.spot.bottom <= y1 + 8
+            ]
+            # Of words that run leftwards it boxes each sign; as text it tells them as they are read.
+            assert all(part in inside or set(part) <= set("".join(inside)) for part in wanted.split()), (wanted, inside)
+            assert all(part in said for part in wanted.split())
+        if name.endswith(".pdf"):
+            assert pixels(copy, number - 1, password) == pixels(document.source, number - 1, password)
+
+
 def test_an_image_keeps_its_pixels_and_size(tmp_path: Path) -> None:
     image = encode(picture((300, 200)), "PNG", dpi=(100, 100))
     document = read_document(tmp_path, "page.png", image)
@@ -218,8 +284,6 @@ def test_the_command_writes_it_and_goes_on_where_it_stopped(tmp_path: Path) -> N
     "latex", [r"\frac{a}{b}", r"\begin{aligned} a &= b \\ c &< d \end{aligned}", r"\sqrt{gh} \text{ if } x<1"]
 )
 def test_formulas_become_mathml_with_their_latex(latex: str) -> None:
-    import html
-
     said = ocr.to_mathml(latex)
     assert said and said.startswith("<math") and f">{html.escape(latex)}</annotation>" in said
 

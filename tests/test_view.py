@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +105,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+_START_WORKER = ocr.start_worker
+
+
+def fragile() -> None:
+    """Starts a worker that hangs on drawing a file named hang-*, and is killed at one named kill-*."""
+    _START_WORKER()
+    draw = ocr.load_page
+
+    def load_page(document: ocr.Document, number: int, dpi: int) -> ocr.Loaded:
+        if document.source.name.startswith("hang-"):
+            time.sleep(3600)
+        if document.source.name.startswith("kill-"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draw(document, number, dpi)
+
+    ocr.load_page = load_page
+
+
 # ---- what is written
 
 
@@ -153,6 +174,84 @@ def test_half_written_runs_and_missing_sources(tmp_path: Path) -> None:
     assert "has changed since" in page["notes"][0]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"status": ["x"], "reasons": 7, "notes": "no", "attempts": {"a": 1}, "blocks": "zz", "error": {}}',
+        '{"status": "ok", "blocks": [1, {"image": "../../../etc/passwd"}], "attempts": [5, {"seconds": {}}]}',
+        '{"status": "ok", "image": {"width": Infinity, "height": NaN}}',
+        '{"status": "ok", "image": {"width": 1e9, "height": -3}}',
+        "[" * 100_000,
+        "\ufffe",
+    ],
+)
+def test_records_of_any_kind_are_shown(tmp_path: Path, record: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    document = add_document(out, "doc", [PLAIN.format(1), PLAIN.format(2)])
+    finish_run(out, document)
+    (document.folder / "pages" / "0001.json").write_text(record, "utf-8")
+    make(out)
+    page = value_of(next((out / "view" / "pages").rglob("0001.js")))
+    assert "number 1." in page["text"] and page["size"][0] > 0 and "blocks" in page
+    assert "number 2." in value_of(next((out / "view" / "pages").rglob("0002.js")))["text"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "[" * 100_000,
+        '{"documents": {"a": 1}, "server": [], "score": 5, "benchmark": 7, "finished": "x"}',
+        '{"documents": [5, {"source": {"a": 1}, "error": [1]}, {"source": null}, {"source": "a", "folder": 7}]}',
+    ],
+)
+@pytest.mark.parametrize("source", ["\0bad", "x" * 5000, "../../../../../../etc/hostname"])
+def test_run_records_of_any_kind_are_shown(tmp_path: Path, record: str, source: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    document = add_document(out, "doc", [PLAIN.format(1)])
+    (out / "run.json").write_text(record)
+    ocr.write_json(document.folder / "source.json", {"source": source})
+    (document.folder / "round").symlink_to(out)
+    make(out)
+    assert value_of(out / "view" / "data" / "run.js")["pages"] == 1
+
+
+def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"documents": []}')
+    make(tmp_path)
+    assert value_of(tmp_path / "view" / "data" / "run.js")["pages"] == 0
+
+
+def test_a_full_disk_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ocr, "Workers", InThread)
+        patch.setattr(ocr, "write_atomic", full)
+        code = thread.submit(view.main, [str(run), "--out", str(run.parent / "elsewhere"), "--no-images"]).result()
+    said = capsys.readouterr().err
+    assert code == 1 and "elsewhere" in said and "cannot be written: No space left on device" in said
+    assert view.main([str(run), "--out", str(run / "run.json")]) == 1  # a file is there
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_page_that_hangs_or_kills_costs_its_picture_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    finish_run(out, *(add_document(out, name, [PLAIN.format(1)]) for name in ("a", "hang-b", "kill-c", "d")))
+    monkeypatch.setattr(ocr, "start_worker", fragile)
+    monkeypatch.setattr(view, "PAGE_LIMIT", 10.0)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(view.main, [str(out), "--workers", "2"]).result() == 0
+    rows = value_of(out / "view" / "data" / "rows-0.js")
+    assert [(row[4], row[8]) for row in rows] == [(0, 1), (0, 0), (0, 0), (0, 1)]
+    pages = [value_of(out / "view" / "pages" / entry.id / "0001.js") for entry in view.find_documents(out)]
+    assert "TimeoutError" in pages[1]["notes"][0] and "Crashed" in pages[2]["notes"][0]
+
+
 def test_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view.main([str(tmp_path / "no")]) == 2
     assert view.main([str(tmp_path)]) == 2
@@ -181,44 +280,80 @@ def test_nothing_of_a_reply_runs(run: Path) -> None:
         assert (element.get("class") or "math").startswith(("math", "language-"))
 
 
-def test_differences_are_marked(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    a.mkdir(), b.mkdir()
-    source = tmp_path / "doc.pdf"
-    other = MATHS.replace("7.50", "7.80").replace("\\sqrt{gh}", "\\sqrt{gk}").replace("shallow ", "")
-    finish_run(a, add_document(a, "doc", [MATHS, PLAIN.format(1)], source))
-    finish_run(b, add_document(b, "doc", [other], source))
-    make(a, "--compare", b, "--no-images")
-    assert value_of(a / "view" / "data" / "run.js")["scored"] == "words"
-    rows = value_of(a / "view" / "data" / "worst-0.js")
+def test_differences_are_marked(compared: Path) -> None:
+    assert value_of(compared / "view" / "data" / "run.js")["scored"] == "words"
+    rows = value_of(compared / "view" / "data" / "worst-0.js")
     assert [row[3] for row in rows] == [2, 1]  # the page that the other run does not have
-    page = value_of(next((a / "view" / "pages").rglob("0001.js")))
+    page = value_of(next((compared / "view" / "pages").rglob("0001.js")))
     ours, theirs = ("".join(block["html"] for block in p["blocks"]) for p in (page, page["other"]))
     assert "<mark>shallow</mark>" in ours and "7.<mark>50</mark>" in ours and "7.<mark>80</mark>" in theirs
     assert '<mark><span class="math"><math' in ours and ours.count("<mark>") == 3 and theirs.count("<mark>") == 2
     assert page["differs"] == 3
 
 
-def test_omni_tests_worst_first(tmp_path: Path) -> None:
-    out, data = tmp_path / "omni", DATA / "mini" / "omni"
+OMNI = DATA / "mini" / "omni"
+
+
+def omni_run(out: Path, results: dict[str, list[str]]) -> Path:
+    """A scored run of omni_parse_bench: of each page, how its tests ended."""
     (out / "ocr").mkdir(parents=True)
-    pages = [data / "pages" / "waves_p2.pdf", data / "pages" / "rain_p5.pdf"]
+    pages = [OMNI / "pages" / f"{name}.pdf" for name in results]
     finish_run(out / "ocr", *(add_document(out / "ocr", path.stem, [MATHS], path) for path in pages))
     ocr.write_json(out / "run.json", {"benchmark": "omni_parse_bench", "score": {"headline": 0.5}})
     details = out / "unit_tests" / "details"
     details.mkdir(parents=True)
-    test = {"test_type": "present", "tags": ["math"], "result": "pass", "why": ""}
-    (details / "waves_p2.jsonl").write_text(json.dumps(test | {"test_id": "waves_p2_00"}) + "\nbroken\n")
-    failed = test | {"result": "fail", "why": "<b>not found</b>"}
-    (details / "rain_p5.jsonl").write_text(
-        "\n".join(json.dumps(t | {"test_id": f"rain_p5_0{i}"}) for i, t in enumerate((test, failed)))
-    )
-    make(out, "--data", data, "--no-images")
+    for name, ends in results.items():
+        tests = (
+            {"test_id": f"{name}_0{i}", "test_type": "present", "tags": ["math"], "result": end}
+            | {"why": "" if end == "pass" else "<b>not found</b>"}
+            for i, end in enumerate(ends)
+        )
+        (details / f"{name}.jsonl").write_text("\n".join([*map(json.dumps, tests), "broken"]))
+    return out
+
+
+def test_omni_tests_worst_first(tmp_path: Path) -> None:
+    out = omni_run(tmp_path / "omni", {"waves_p2": ["pass"], "rain_p5": ["pass", "fail"]})
+    make(out, "--data", OMNI, "--no-images")
     rows = value_of(out / "view" / "data" / "worst-0.js")
     assert [row[9] for row in rows] == [[1, 2], [1, 1]]
     found = [value_of(path)["tests"] for path in (out / "view" / "pages").rglob("0001.js")]
     asked = {test["id"]: (test["asked"], test["passed"], test["why"]) for tests in found for test in tests}
     assert asked["rain_p5_01"][1:] == (False, "<b>not found</b>") and "c=\\sqrt{gh}" in asked["waves_p2_00"][0]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two scored runs of the same pages: the second passes one test more and two less."""
+    base = tmp_path_factory.mktemp("scored")
+    ends = {"waves_p2": ["pass", "fail"], "rain_p5": ["pass", "pass", "fail"], "bees_p1": ["fail"]}
+    a = omni_run(base / "bf16", ends)
+    b = omni_run(base / "nvfp4", ends | {"waves_p2": ["pass", "pass"], "rain_p5": ["fail", "fail", "fail"]})
+    make(a, "--data", OMNI, "--compare", b, "--no-images")
+    return a
+
+
+def test_tests_of_two_scored_runs_stand_side_by_side(scored: Path) -> None:
+    rows = value_of(scored / "view" / "data" / "rows-0.js")
+    assert [row[10] for row in rows] == [[0, 1], [2, 0], 0]
+    counts = value_of(scored / "view" / "data" / "run.js")["counts"]["rows"]
+    assert counts[0][len(view.STATUSES) + 1] == 2
+    pages = [value_of(path) for path in (scored / "view" / "pages").rglob("0001.js")]
+    ends = {test["id"]: test["passed"] for page in pages for test in page["other"]["tests"]}
+    assert ends["rain_p5_00"] is False and ends["waves_p2_01"] is True
+
+
+def test_a_run_that_was_not_scored_passes_no_test(tmp_path: Path) -> None:
+    out, data = tmp_path / "olmocr", DATA / "mini" / "olmocr"
+    (out / "ocr").mkdir(parents=True)
+    finish_run(out / "ocr", add_document(out / "ocr", "ferry", [MATHS], data / "pdfs" / "tables" / "ferry_fares.pdf"))
+    ocr.write_json(out / "run.json", {"benchmark": "olmOCR-bench"})
+    (out / "bench").mkdir()
+    shutil.copy(data / "table_tests.jsonl", out / "bench")
+    make(out, "--no-images")
+    assert value_of(out / "view" / "data" / "rows-0.js")[0][9] == 0
+    page = value_of(next((out / "view" / "pages").rglob("0001.js")))
+    assert page["tests"] and all(test["passed"] is None for test in page["tests"])
 
 
 def test_olmocr_tests(tmp_path: Path) -> None:
@@ -240,6 +375,19 @@ def test_olmocr_tests(tmp_path: Path) -> None:
 
 
 # ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with another beside it that read three things otherwise, and lacks a page."""
+    base = tmp_path_factory.mktemp("compared")
+    a, b = base / "a", base / "b"
+    a.mkdir(), b.mkdir()
+    other = MATHS.replace("7.50", "7.80").replace("\\sqrt{gh}", "\\sqrt{gk}").replace("shallow ", "")
+    finish_run(a, add_document(a, "doc", [MATHS, PLAIN.format(1)], base / "doc.pdf"))
+    finish_run(b, add_document(b, "doc", [other], base / "doc.pdf"))
+    make(a, "--compare", b)
+    return a
 
 
 @pytest.fixture(scope="module")
@@ -387,18 +535,100 @@ def test_nothing_runs_in_the_browser(browser: Any, run: Path) -> None:
 
 
 @pytest.mark.browser
+def test_two_scored_runs_in_the_browser(browser: Any, scored: Path) -> None:
+    with Tab(browser, scored / "view") as tab:
+        page = tab.page
+        tab.act(lambda: page.click("[data-show=tests]"))
+        assert sorted(tab.texts(".card .score.bad")) == ["1 test passed only in nvfp4", "2 tests passed only in bf16"]
+        tab.act(lambda: page.click(".card >> text=rain_p5"))
+        page.keyboard.press("2")
+        assert tab.texts("#tab-tests") == ["Tests 2/3 ↔ 0/3"]
+        assert page.locator(".test.differs").count() == 2 and page.locator(".test").count() == 3
+        assert tab.texts(".test:first-child .badge") == ["bf16: passed", "nvfp4: failed"]
+        assert tab.texts(".test:first-child .why") == ["nvfp4: <b>not found</b>"]
+
+
+@pytest.mark.browser
+def test_differences_are_gone_through(browser: Any, compared: Path) -> None:
+    with Tab(browser, compared / "view", "#/p/0") as tab:
+        page = tab.page
+        for key, words in (("d", "shallow"), ("d", "c=gh"), ("d", "50"), ("D", "c=gh"), ("d", "50"), ("d", "c=gk")):
+            page.keyboard.press(key)
+            (now,) = tab.texts("mark.now")
+            assert now.startswith(words)
+        page.hover(".half:last-child .block >> nth=0")
+        assert page.locator("#sheet .ghost").count() == 1
+        page.hover("#tab-text")
+        assert page.locator("#sheet .ghost").count() == 0
+        tab.go("#/p/1")
+        assert "absent" in tab.texts(".half .badge")
+
+
+@pytest.mark.browser
+def test_small_screens_keep_everything_in_reach(browser: Any, run: Path) -> None:
+    with Tab(browser, run / "view", "#/p/1", viewport={"width": 360, "height": 700}, has_touch=True) as tab:
+        page = tab.page
+        assert page.locator(".wide.maths").count() >= 1  # a formula far wider than the screen
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        page.mouse.wheel(0, 500)
+        steps = page.locator(".steps")
+        assert steps.bounding_box()["y"] + steps.bounding_box()["height"] == 700
+        # Nothing of the page lies over them.
+        tab.act(lambda: page.click("#next"))
+        assert page.input_value("#jump") == "3"
+        low = page.evaluate("""() => [...document.querySelectorAll("button, a, select")].filter((e) => e.offsetParent
+            && !e.closest(".box, .reply, .skip, .legend") && !e.classList.contains("box")
+            && e.getBoundingClientRect().height < 32).map((e) => e.outerHTML)""")
+        assert low == []
+
+
+AXE = {"resultTypes": ["violations"], "preload": False}
+
+
+def faults_of(tab: Tab, axe: Any, where: str) -> list[Any]:
+    """What axe-core calls serious or critical, and a page wider than its screen."""
+    tab.page.wait_for_timeout(100)
+    found = axe.run(tab.page, options=AXE).response["violations"]
+    serious = [v for v in found if v["impact"] in ("serious", "critical")]
+    faults = [(where, v["id"], v["nodes"][0]["html"], v["nodes"][0]["failureSummary"]) for v in serious]
+    wide = tab.page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    return [*faults, *([(where, "wider than the screen")] if wide else [])]
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
 def test_no_serious_fault_for_axe(browser: Any, run: Path, theme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with Tab(browser, run / "view", viewport={"width": width, "height": 800}, color_scheme=theme) as tab:
-        for at in ("#/?as=pages", "#/", "#/p/0", "#/?q=herring"):
+        for at in ("#/", "#/p/0"):
             tab.go(at)
-            tab.page.wait_for_timeout(100)
-            found = axe.run(tab.page, options={"resultTypes": ["violations"], "preload": False}).response["violations"]
-            serious = [v for v in found if v["impact"] in ("serious", "critical")]
-            assert not serious, [(at, v["id"], v["nodes"][0]["html"], v["nodes"][0]["failureSummary"]) for v in serious]
-            wide = tab.page.evaluate("document.documentElement.scrollWidth > innerWidth")
-            assert not wide, at
+            assert not faults_of(tab, axe, at)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_no_serious_fault_for_axe_anywhere(
+    browser: Any, run: Path, compared: Path, scored: Path, theme: str, width: int
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    lists = ["#/", "#/?as=pages", "#/?show=suspect", "#/?show=failed", "#/?doc=0", "#/?q=herring", "#/?q=absent"]
+    pages = [f"#/p/{i}" for i in range(5)]
+    views = {run: lists + pages, compared: ["#/", "#/p/0", "#/p/1"], scored: ["#/", "#/p/1"]}
+    faults = []
+    for folder, addresses in views.items():
+        with Tab(browser, folder / "view", viewport={"width": width, "height": 800}, color_scheme=theme) as tab:
+            for at in addresses:
+                tab.go(at + ("?q=" if at == "#/" else ""))
+                tabs = tab.page.locator("[role=tab]")
+                for i in range(max(1, tabs.count())):
+                    if tabs.count():
+                        tabs.nth(i).click()
+                    faults += faults_of(tab, axe, f"{folder.name} {at} tab {i}")
+            tab.page.evaluate("document.getElementById('help').showModal()")
+            faults += faults_of(tab, axe, "keys")
+    assert not faults
 
 
 @pytest.mark.browser

@@ -292,7 +292,7 @@ async function heading(place, document_) {
   if (run.unread) facts.push(`${many(run.unread, "document")} could not be read`);
   if (!run.finished) facts.push("the run did not finish");
   const title = run.other ? `${run.name} and ${run.other}` : run.name;
-  return h("div", { class: "intro" }, h("h1", { dir: "auto" }, title), h("p", { class: "soft" }, facts.join(" · ")));
+  return h("div", { class: "intro" }, h("h1", { dir: "auto" }, title), h("p", { class: "soft facts" }, ...facts.map((fact) => h("span", {}, fact))));
 }
 
 function toolbar(place, document_) {
