@@ -40,6 +40,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import queue
 import random
 import re
 import signal
@@ -369,6 +370,27 @@ def find_inputs(inputs: Iterable[str | Path], out: Path) -> Iterator[Found | tup
                 yield path, "is no regular file (a pipe or a device); save what it gives to a file first"
         except (OSError, ValueError) as e:
             yield path, why_absent(path, e)
+
+
+def pour(found: Iterator[T], items: queue.Queue[T | Exception | None], enough: threading.Event) -> None:
+    """Puts what is found into a queue, then None; an exception when it raises one. Ends early at `enough`."""
+
+    def put(item: T | Exception | None) -> None:
+        while not enough.is_set():
+            with contextlib.suppress(queue.Full):
+                items.put(item, timeout=0.2)
+                return
+
+    try:
+        for item in found:
+            put(item)
+            if enough.is_set():
+                break
+    except Exception as e:
+        put(e)
+    put(None)
+    with contextlib.suppress(queue.Full):
+        items.put_nowait(None)  # for one who still waits after `enough`
 
 
 def why_absent(path: Path, error: Exception) -> str:
@@ -5210,33 +5232,53 @@ class Run:
     # -- documents
 
     async def documents(self, inputs: list[str | Path]) -> AsyncGenerator[tuple[Document, list[int]], None]:
-        """The documents that open and their pages to do, in order; a few are looked at ahead."""
-        ahead: collections.deque[asyncio.Task[tuple[Document, list[int]] | None]] = collections.deque()
-        try:
+        """The documents that open and their pages to do, in order; a few are looked at ahead while more are found."""
+        ahead: asyncio.Queue[asyncio.Task[tuple[Document, list[int]] | None] | None] = asyncio.Queue(self.lookahead)
+
+        async def find() -> None:
             async with contextlib.aclosing(self.found(inputs)) as files:
                 async for found in files:
-                    ahead.append(asyncio.create_task(self.open(found)))
-                    if len(ahead) >= self.lookahead and (document := await ahead.popleft()):
-                        yield document
-            while ahead:
-                if document := await ahead.popleft():
+                    await ahead.put(asyncio.create_task(self.open(found)))
+
+        async def find_all() -> None:
+            try:
+                await find()
+            except Exception:
+                await ahead.put(None)
+                raise
+            await ahead.put(None)
+
+        finding = asyncio.create_task(find_all())
+        try:
+            while task := await ahead.get():
+                if document := await task:
                     yield document
+            await finding  # raises what it met
         finally:
-            for task in ahead:
+            finding.cancel()
+            begun = [task for _ in range(ahead.qsize()) if (task := ahead.get_nowait())]
+            for task in begun:
                 task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
+            await asyncio.gather(finding, *begun, return_exceptions=True)
 
     async def found(self, inputs: list[str | Path]) -> AsyncGenerator[Found, None]:
-        """The files of the inputs, looked for in a thread, some at a time, so that a large shelf starts at once."""
-        search = find_inputs(inputs, self.out)
-        while batch := await asyncio.to_thread(lambda: list(itertools.islice(search, 64))):
-            for item in batch:
+        """The files of the inputs, looked for in a thread, so that the first is read while others are looked for."""
+        items: queue.Queue[Found | tuple[Path, str] | Exception | None] = queue.Queue(64)
+        enough, some = threading.Event(), False
+        threading.Thread(target=pour, args=(find_inputs(inputs, self.out), items, enough), daemon=True).start()
+        try:
+            while (item := await asyncio.to_thread(items.get) if items.empty() else items.get()) is not None:
+                some = True
                 if isinstance(item, Found):
                     yield item
+                elif isinstance(item, Exception):
+                    raise item
                 else:
                     self.result.documents.append(DocumentResult(item[0], error=item[1]))
                     self.complain(*item)
-        if not self.result.documents and not self.counts["found"]:
+        finally:
+            enough.set()
+        if not some:
             self.say("warning", "no PDF or image found in the inputs")
             self.result.documents.append(
                 DocumentResult(Path(str(inputs[0]) if inputs else "."), error="nothing to read")
@@ -5244,7 +5286,6 @@ class Run:
 
     async def open(self, found: Found) -> tuple[Document, list[int]] | None:
         """A file's document with its place, and the pages that no earlier run has done; None when it cannot be read."""
-        self.counts["found"] += 1
         result = DocumentResult(found.source)
         folder = self.places.claim(found)
         if folder is None:

@@ -56,7 +56,6 @@ T = TypeVar("T")
 ROWS = 64  # pages of one unit, which is one Parquet file
 CACHE = 20 << 30  # bytes of documents a node keeps
 PART = 256  # documents of one part at most; the first parts are small, so that the first pages start at once
-UNITS = 16  # of one reader at a time, at most
 STREAMS = 16  # files of the store read at once
 
 
@@ -113,6 +112,8 @@ def file_system(door: str) -> Any:
         return fs.LocalFileSystem()
     scheme = door.partition("://")[0]
     try:
+        if scheme in ("gs", "gcs") and "retry_limit_seconds" not in door:  # a quarter of an hour otherwise
+            door += ("&" if "?" in door else "?") + "retry_limit_seconds=60"
         if scheme in ("s3", "gs", "gcs", "hdfs", "file"):
             return fs.FileSystem.from_uri(door)[0]
         import fsspec
@@ -135,15 +136,24 @@ def opened(name: str, doors: dict[str, str]) -> tuple[Any, str]:
 
 def store_words(error: BaseException) -> str:
     """What a store's error says, for a person; without the request's dump, and with what to do about missing keys."""
-    said = ocr.reason(error)
+    said = ocr.clip(ocr.reason(error), 200)
     refused = ("access_denied", "forbidden", "credential", "403", "unauthorized", "invalid_access", "signature")
     if any(word in said.lower() for word in refused):
-        return (
-            f"the store refuses ({ocr.clip(said, 160)}): give keys that may read and write there, on every node: "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role for S3, "
-            "GOOGLE_APPLICATION_CREDENTIALS for GCS"
-        )
-    return ocr.clip(said, 300)
+        return f"the store refuses ({said}): give keys that may read and write there, on every node: {KEYS}"
+    # Stores answer unsigned requests in many ways, and a request that was not signed is the likeliest reason.
+    if "AWS Error" in said and not any(name in os.environ for name in AWS_KEYS) and not aws_file().exists():
+        return f"{said}. No keys are set here: unless this machine has a role, give them, on every node: {KEYS}"
+    return said
+
+
+KEYS = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role for S3, GOOGLE_APPLICATION_CREDENTIALS for GCS"
+)
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+
+
+def aws_file() -> Path:
+    return Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
 
 
 def again(call: Callable[[], T], tries: int = 4) -> T:
@@ -296,11 +306,15 @@ def find_entries(inputs: Sequence[str], plan: Plan) -> Iterator[Entry | tuple[st
                 some = False
                 for found in ocr.find_inputs([name], Path(plan.out)):
                     some = True
-                    if isinstance(found, ocr.Found):
-                        size, mtime = ocr.file_stamp(found.source)
-                        yield Entry(str(found.source), str(found.root), size, mtime)
-                    else:
+                    if not isinstance(found, ocr.Found):
                         yield str(found[0]), found[1]
+                        continue
+                    try:
+                        size, mtime = ocr.file_stamp(found.source)
+                    except OSError as e:
+                        yield str(found.source), ocr.why_absent(found.source, e)
+                    else:
+                        yield Entry(str(found.source), str(found.root), size, mtime)
                 if not some:
                     yield name, "no PDF or image found there"
         except FileNotFoundError:
@@ -323,7 +337,12 @@ def walk(name: str, plan: Plan) -> Iterator[Entry | tuple[str, str]]:
     skip = opened(plan.out, plan.doors)[1] if plan.out.startswith(head) and is_remote(plan.out) else None
     while waiting:
         selector = fs.FileSelector(waiting.pop())
-        listed = sorted(again(lambda: store.get_file_info(selector)), key=lambda info: info.path)  # noqa: B023
+        try:
+            listed = sorted(again(lambda: store.get_file_info(selector)), key=lambda info: info.path)  # noqa: B023
+        except OSError as e:
+            yield head + selector.base_dir, f"cannot be listed: {store_words(e)}"
+            found = True
+            continue
         for info in listed:
             if info.type == fs.FileType.File and Path(info.path).suffix.lower() in DOCUMENTS:
                 yield entry_of(info, head, name)
@@ -410,7 +429,7 @@ class Listed(NamedTuple):
 def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str], None], complete: Any) -> Listed:
     """Lists the inputs into files of the output, a part each, so that no process holds them all."""
     part: list[Entry] = []
-    seen: set[int] = set()
+    seen: set[bytes] = set()
     counts: collections.Counter[str] = collections.Counter()
 
     def flush() -> None:
@@ -423,7 +442,7 @@ def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str]
             counts["bad"] += 1
             complain(*found)
             continue
-        name = hash(found.document)
+        name = bytes.fromhex(digest(found.document))
         if name in seen:
             continue
         seen.add(name)
@@ -1171,6 +1190,8 @@ def pipeline(
     from ray.data import ActorPoolStrategy, DataContext
 
     count, workers, reserved = shape(readers, plan.settings.workers)
+    # Units of one reader at a time: as many as fill its pages in flight, and one that waits for its last page.
+    units = min(128, max(4, 1 + -(-ocr.MOST_IN_FLIGHT // plan.rows)))
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -1192,7 +1213,7 @@ def pipeline(
         Reader,
         fn_constructor_args=(plan, board),
         compute=ActorPoolStrategy(
-            size=count, max_tasks_in_flight_per_actor=UNITS, max_concurrent_calls_per_actor=UNITS
+            size=count, max_tasks_in_flight_per_actor=units, max_concurrent_calls_per_actor=units
         ),
         num_cpus=reserved,
     )
@@ -1207,6 +1228,7 @@ class Watch:
         self.parts: dict[str, int] = {}
         self.why: tuple[str, int] | None = None
         self.fault: BaseException | None = None
+        self.unheard = 0  # times in a row that the board did not answer
         # Not thread.is_alive(): in Python 3.11 an interrupted join() makes it False.
         self.over = threading.Event()
 
@@ -1238,12 +1260,24 @@ class Watch:
             self.why = f"Ray gave the work up: {ocr.reason(self.fault)}", ocr.EXIT_INCOMPLETE
 
     def ask(self, method: str, *args: Any) -> Any:
+        """What the board says; None when it does not answer: then Ray itself is in trouble."""
         import ray
 
-        return ray.get(getattr(self.board, method).remote(*args))
+        try:
+            answer = ray.get(getattr(self.board, method).remote(*args), timeout=30)
+        except ray.exceptions.RayError as e:
+            self.unheard += 1
+            if self.unheard >= 10:
+                self.fault = self.fault or e
+                self.over.set()
+            return None
+        self.unheard = 0
+        return answer
 
     def look(self, progress: ocr.Progress) -> None:
         told = self.ask("poll")
+        if told is None:
+            return
         self.parts, self.why = told["parts"], told["why"]
         for level, text in told["said"]:
             progress.event(level, text)
@@ -1290,8 +1324,12 @@ def read(args: argparse.Namespace, settings: ocr.Settings, progress: ocr.Progres
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
     }
     write_out(plan, "run.json", before | record | {"finished": False})
-    settle(plan)
-    known = what_is_done(plan, scan(plan), run.wanted)
+    rows = scan(plan)
+    if not newest(rows).all():  # a run that was killed before it settled
+        settle(plan)
+        rows = scan(plan)
+    known = what_is_done(plan, rows, run.wanted)
+    del rows
     inputs = write_parts(plan, args.inputs, lambda name, error: progress.event("warning", f"{name}: {error}"), known[1])
     watch = None
     if inputs.parts:

@@ -459,6 +459,18 @@ def test_addresses_keep_no_keys() -> None:
     assert "SECRET" not in json.dumps(ocr_ray.public(settings))
 
 
+def test_missing_keys_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for name in ocr_ray.AWS_KEYS:
+        monkeypatch.delenv(name, raising=False)
+    strange = OSError("When listing objects: AWS Error UNKNOWN (HTTP status 500) during HeadObject: no body")
+    assert "AWS_ACCESS_KEY_ID" in ocr_ray.store_words(strange)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    assert "AWS_ACCESS_KEY_ID" not in ocr_ray.store_words(strange)
+    assert "AWS_ACCESS_KEY_ID" in ocr_ray.store_words(OSError("AWS Error ACCESS_DENIED during HeadObject"))
+    assert ocr_ray.file_system("gs://anonymous@bucket") == ocr_ray.file_system("gs://anonymous@bucket")
+
+
 def test_a_remote_document_is_fetched_once_and_dropped_when_it_is_old(node: Path, tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")

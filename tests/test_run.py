@@ -9,8 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,41 @@ def test_wait_is_for_a_server_that_starts(tmp_path: Path) -> None:
 
 
 # ---- two at a time
+
+
+def test_the_first_document_is_read_while_others_are_looked_for(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of few documents among very many other files takes long to look through."""
+    first, later = a_pdf(tmp_path / "a.pdf", 1), a_pdf(tmp_path / "b.pdf", 1)
+    asked, in_time = threading.Event(), []
+
+    def says(request: Request) -> Answer:
+        asked.set()
+        return Answer(block(f"this is {request.page}"))
+
+    def find_inputs(inputs: Any, out: Path) -> Iterator[Any]:
+        yield ocr.Found(first, tmp_path, False)
+        in_time.append(asked.wait(10))
+        yield ocr.Found(later, tmp_path, False)
+        yield tmp_path / "c.pdf", "there is no such file or folder"
+
+    monkeypatch.setattr(ocr, "find_inputs", find_inputs)
+    with Standin(says) as server:
+        result = read([first, later], tmp_path / "out", server).result
+    assert in_time == [True]
+    assert sorted(document.source.name for document in result.documents) == ["a.pdf", "b.pdf", "c.pdf"]
+    assert result.summary["pages"]["ok"] == 2
+
+
+def test_a_search_that_breaks_ends_the_run(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_inputs(inputs: Any, out: Path) -> Iterator[Any]:
+        yield ocr.Found(a_pdf(tmp_path / "a.pdf", 1), tmp_path, False)
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(ocr, "find_inputs", find_inputs)
+    with Standin() as server, pytest.raises(RuntimeError, match="no more"):
+        read([tmp_path], tmp_path / "out", server)
 
 
 def test_two_runs_may_write_into_one_folder(tmp_path: Path) -> None:
