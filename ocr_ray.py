@@ -369,7 +369,8 @@ def read_manifest(name: str, plan: Plan) -> Iterator[Entry | tuple[str, str]]:
         # A local manifest's relative paths start at its folder, as one moves both together.
         if not is_remote(given) and not Path(given).is_absolute():
             given = posixpath.join(posixpath.dirname(name), given)
-        document = bare_address(given)[0]
+        # A ? or # in it is part of the object's name: keys and options stand in the environment, or in --out.
+        document = re.sub(r"^([a-z0-9+.-]+://)[^/@]*@", r"\1", given) if is_remote(given) else os.path.abspath(given)
         yield Entry(document, posixpath.dirname(document))
     if not some:
         yield name, "the manifest names no document"
@@ -438,6 +439,8 @@ def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str]
         part.clear()
 
     for found in find_entries(inputs, plan):
+        if isinstance(found, Entry) and not is_text(found.document):
+            found = ocr.show(Path(found.document)), "its name is not UTF-8, and rows hold nothing else: rename it"
         if not isinstance(found, Entry):
             counts["bad"] += 1
             complain(*found)
@@ -455,6 +458,11 @@ def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str]
     if part:
         flush()
     return Listed(counts["parts"], counts["complete"], counts["bad"])
+
+
+def is_text(name: str) -> bool:
+    """Whether a name holds no bytes that stand for themselves (surrogates)."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def part_file(plan: Plan, number: int) -> str:

@@ -437,6 +437,22 @@ def test_manifests_of_every_kind(tmp_path: Path) -> None:
     assert names(plan, f"@{tmp_path}/list") == [str(tmp_path / "x.pdf")]
 
 
+def test_names_that_stores_and_disks_allow(tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    odd = ["a #1?.pdf", "50%.pdf", "\u202ename.pdf", "x" * 200 + ".pdf"]
+    for name in odd:
+        a_pdf(shelf / name, 1)
+    (shelf / os.fsdecode(b"\xff.pdf")).write_bytes((shelf / odd[0]).read_bytes())
+    plan, said = a_plan(tmp_path / "out"), []
+    nothing = ocr_ray.words128(())
+    listed = ocr_ray.write_parts(plan, [str(shelf)], lambda name, error: said.append(f"{name}: {error}"), nothing)
+    assert {Path(entry.document).name for entry in ocr_ray.read_part(plan, 0)} == set(odd)
+    assert listed == (1, 0, 1) and "not UTF-8" in said[0]
+    (tmp_path / "m.txt").write_text("s3://user:key@bucket/a #1?.pdf\n")
+    assert names(plan, tmp_path / "m.txt") == ["s3://bucket/a #1?.pdf"]
+
+
 def test_manifests_that_name_nothing(tmp_path: Path) -> None:
     plan = a_plan(tmp_path / "out")
     (tmp_path / "e.txt").write_text("\n \n")
