@@ -10,7 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ocr
@@ -357,6 +357,7 @@ def test_reruns_with_other_inputs_keep_every_documents_place(tmp_path: Path) -> 
     assert place(out, tmp_path / "z" / "a.pdf") == ["z/a"]
 
 
+@settings(deadline=None)  # it writes files, and other tests may run beside it
 @given(st.lists(st.lists(st.sampled_from(range(8)), min_size=1, max_size=8, unique=True), min_size=2, max_size=5))
 def test_no_run_takes_another_documents_place_whatever_was_given_before(
     tmp_path_factory: pytest.TempPathFactory, runs: list[list[int]]
