@@ -889,6 +889,7 @@ class Reader(Worker):
             await self.stop(ocr.reason(e), ocr.EXIT_INCOMPLETE)
         except Exception as e:  # a bug: said, and the others go on
             self.say("warning", f"a bug, please report it: {type(e).__name__}: {ocr.reason(e)}")
+        await self.report()  # now: after the last unit Ray ends this process
         return {"unit": unit_name(pieces), **{name: counts[name] for name in (*STATUSES, "tokens")}}
 
     async def start(self) -> None:
