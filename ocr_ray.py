@@ -118,10 +118,12 @@ def file_system(door: str) -> Any:
             return fs.FileSystem.from_uri(door)[0]
         import fsspec
 
+        if scheme in ("http", "https", "ftp"):
+            raise ValueError("documents on web and FTP servers are not read: bring them to a folder or an object store")
         return fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem(scheme)))
     except ImportError as e:
         raise ocr.BadUsage(f"{scheme}://: needs another package: {ocr.reason(e)}") from None
-    except (OSError, ValueError) as e:
+    except Exception as e:  # whatever a store's package raises
         raise ocr.BadUsage(f"{bare_address(door)[0]}: no store opens: {store_words(e)}") from None
 
 
@@ -445,7 +447,7 @@ def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str]
             counts["bad"] += 1
             complain(*found)
             continue
-        name = bytes.fromhex(digest(found.document))
+        name = bytes.fromhex(digest(found.document if is_remote(found.document) else real_path(found.document)))
         if name in seen:
             continue
         seen.add(name)
@@ -458,6 +460,11 @@ def write_parts(plan: Plan, inputs: Sequence[str], complain: Callable[[str, str]
     if part:
         flush()
     return Listed(counts["parts"], counts["complete"], counts["bad"])
+
+
+def real_path(document: str) -> str:
+    """A local document's path without links to folders, as ocr.py tells documents apart."""
+    return os.path.join(os.path.realpath(Path(document).parent), Path(document).name)
 
 
 def is_text(name: str) -> bool:
@@ -551,15 +558,21 @@ def put_table(plan: Plan, name: str, table: Any) -> None:
 
 
 def read_table(plan: Plan, name: str, columns: Sequence[str] | None = None, filters: Any = None) -> Any:
+    """The rows of a file of the output. Raises OutputError."""
     from pyarrow import parquet
 
     store, root = opened(plan.out, plan.doors)
     names = list(columns) if columns is not None else None
-    return again(
-        lambda: parquet.read_table(
-            f"{root}/{name}", columns=names, filters=filters, filesystem=store, use_threads=False, partitioning=None
-        )
-    )
+    options = {"filters": filters, "filesystem": store, "use_threads": False, "partitioning": None}
+    try:
+        table = again(lambda: parquet.read_table(f"{root}/{name}", columns=names, **options))
+        if "document" not in table.column_names:
+            raise ValueError("it holds no rows of ours")
+    except Exception as e:  # whatever a strange file makes pyarrow raise
+        raise ocr.OutputError(
+            f"{plan.out}/{name}: cannot be read: {store_words(e)}; delete it, and its pages are read again"
+        ) from None
+    return table
 
 
 def files_in(plan: Plan, folder: str) -> list[str]:
@@ -626,12 +639,7 @@ def scan(plan: Plan, files: Sequence[str] | None = None) -> Scan:
     zero = "0" * 32
 
     def look(name: str) -> tuple[Any, ...]:
-        try:
-            columns = read_table(plan, name, SCANNED).to_pydict()
-        except Exception as e:  # whatever a strange file makes pyarrow raise
-            raise ocr.OutputError(
-                f"{plan.out}/{name}: cannot be read: {store_words(e)}; delete it, and its pages are read again"
-            ) from None
+        columns = read_table(plan, name, SCANNED).to_pydict()
         pages = list(zip(columns["document"], columns["page"], strict=True))
         keys = zip(columns["document"], columns["key"], strict=True)
         prints = (hashlib.blake2b(str(p).encode(), digest_size=8).digest() for p in columns["fingerprint"])
@@ -793,10 +801,13 @@ class Surveyor(Worker):
                     return None
                 row |= {"size": entry.size, "mtime": entry.mtime}
                 document = await self.survey(entry)
-            except ocr.DocumentError as e:
+            except Exception as e:  # whatever a store's package raises, besides our own words
+                why = (
+                    str(e) if isinstance(e, (ocr.DocumentError, ocr.BadUsage)) else f"cannot be read: {store_words(e)}"
+                )
                 counts["unreadable"] += 1
-                self.say("warning", f"{entry.document}: {e}")
-                return row | {"error": str(e)}, []
+                self.say("warning", f"{entry.document}: {why}")
+                return row | {"error": why}, []
         row |= {"kind": document.kind, "page_count": document.pages, "pages": ocr.spans(document.numbers)}
         row |= {"sha256": document.sha256, "notes": list(document.notes), "forms": document.forms}
         keys = ((n, digest(entry.document, self.wanted.key(document.sha256, n))) for n in document.numbers)
@@ -946,7 +957,7 @@ class Reader(Worker):
         store, root = opened(self.plan.out, self.plan.doors)
         if again(lambda: store.get_file_info(f"{root}/{file}")).type != fs.FileType.File:
             return None
-        table = read_table(self.plan, file, ("status", "tokens"))
+        table = read_table(self.plan, file, ("document", "status", "tokens"))
         return list(zip(table["status"].to_pylist(), table["tokens"].to_pylist(), strict=True))
 
     async def piece(self, piece: dict[str, Any]) -> tuple[list[Page], list[BaseException]]:
@@ -1015,7 +1026,12 @@ class Reader(Worker):
 
     def write_rows(self, file: str, pages: Sequence[Page]) -> list[tuple[str, int]]:
         """Writes the unit's rows, then drops its pages' own files. Raises OutputError."""
-        rows = [row_of(page, self.plan.run) for page in pages]
+        rows = []
+        for page in pages:
+            try:
+                rows.append(row_of(page, self.plan.run))
+            except (OSError, KeyError):  # another run on this node has taken the page's files into its own rows
+                self.say("warning", f"{page.document}, page {page.number}: another run into this --out has it")
         if rows:
             put_rows(self.plan, file, rows, page_schema())
         for page in pages:
@@ -1178,15 +1194,17 @@ def hushed() -> Iterator[None]:
 OBJECT_STORE = 128 << 20  # bytes: only lists of pages pass through it
 
 
-def shape(readers: int | None, workers: int | None) -> tuple[int, int, int]:
+def shape(readers: int | None, workers: int | None) -> tuple[int, int, float]:
     """Readers, render processes of each, and the cores that Ray sets aside for one."""
     import ray
 
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     nodes = [cpus for cpus in nodes if cpus] or [1]
     workers = workers or min(8, *nodes)
-    # Less than they use: when a node is lost, its readers find room on the others, and surveyors find some anywhere.
-    return readers or sum(max(1, cpus // workers) for cpus in nodes), workers, max(1, workers // 3)
+    readers = readers or sum(max(1, cpus // workers) for cpus in nodes)
+    # Less than they use: when a node is lost, its readers find room on the others, and a surveyor finds some anywhere.
+    room = (sum(nodes) - 1) / readers
+    return readers, workers, max(1, min(workers // 3, int(room))) if room >= 1 else round(room, 2) or 0.1
 
 
 def pipeline(
@@ -1428,8 +1446,8 @@ def work(
         watch.follow(progress)
     finally:
         ray.shutdown()
-    if not watch.why:  # all that lay there is in the rows; other nodes' folders are emptied by their readers
-        shutil.rmtree(plan.scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: another run's, or of one that was stopped
+        plan.scratch.rmdir()
     return watch
 
 
@@ -1502,14 +1520,22 @@ def mark_alike(table: Any, alike: Any) -> Any:
 
 
 def settle_documents(plan: Plan) -> None:
-    """Keeps the latest row of each document."""
+    """Keeps the latest row of each document; one that could be read before one that could not."""
     latest: dict[str, str] = {}
+    readable: set[str] = set()
     files = files_in(plan, "documents")
-    tables = {name: read_table(plan, name, ("document",))["document"].to_pylist() for name in files}
+    columns = ("document", "error")
+    tables = {
+        name: [(row["document"], row["error"]) for row in read_table(plan, name, columns).to_pylist()] for name in files
+    }
     for name in files:
-        latest.update(dict.fromkeys(tables[name], name))
+        for document, error in tables[name]:
+            if not (error and document in readable):
+                latest[document] = name
+            if not error:
+                readable.add(document)
     for name in files:
-        keep = [latest[document] == name for document in tables[name]]
+        keep = [latest[document] == name for document, _ in tables[name]]
         if not any(keep):
             remove(plan, name)
         elif not all(keep):
@@ -1521,6 +1547,8 @@ def settle_documents(plan: Plan) -> None:
 
 def export(args: argparse.Namespace, progress: ocr.Progress) -> tuple[dict[str, Any], int]:
     """Writes documents of a run as ocr.py would have. Raises BadUsage or OutputError."""
+    if is_remote(args.export):
+        raise ocr.BadUsage(f"--export {bare_address(args.export)[0]}: give a folder of this machine")
     if len(args.inputs) != 1:
         raise ocr.BadUsage("--export: give one run, the --out of an earlier ocr_ray.py")
     name, store = bare_address(args.inputs[0])
@@ -1558,8 +1586,11 @@ def chosen_documents(plan: Plan, only: str | None) -> list[dict[str, Any]]:
     for file in files_in(plan, "documents"):
         for row in read_table(plan, file).to_pylist():
             name = row["document"]
-            if not only or fnmatch.fnmatchcase(name, only) or fnmatch.fnmatchcase(posixpath.basename(name), only):
-                rows[name] = row
+            if only and not any(fnmatch.fnmatchcase(part, only) for part in (name, posixpath.basename(name))):
+                continue
+            if row["error"] and name in rows and not rows[name]["error"]:
+                continue  # gone or out of reach by now: what was read of it stands
+            rows[name] = row
     return [rows[name] for name in sorted(rows)]
 
 
@@ -1572,7 +1603,8 @@ def place_documents(rows: Sequence[dict[str, Any]], out: Path) -> Placed:
     for row in rows:
         source = Path(row["document"])
         folder = places.claim(ocr.Found(source, Path(row["root"]), searched=True))
-        assert folder  # no two rows are of one document
+        if folder is None:  # reached by two paths, in different runs
+            continue
         document = ocr.Document(
             source,
             row["kind"] or "",
@@ -1601,7 +1633,9 @@ def write_pages(plan: Plan, placed: Placed, some: bool, progress: ocr.Progress) 
         for row in read_table(plan, file, filters=chosen).to_pylist():
             document, result = placed.get(row["document"], (None, None))
             if document is None or result is None or row["sha256"] != document.sha256:
-                continue
+                continue  # of another document, or of what this one was before
+            if row["page"] not in document.numbers:
+                continue  # of another choice of pages
             try:
                 write_page(row, document.folder)
             except OSError as e:

@@ -415,6 +415,82 @@ def test_a_file_that_is_no_rows_is_named(tmp_path: Path) -> None:
         ocr_ray.scan(a_plan(tmp_path))
 
 
+def exported(plan: ocr_ray.Plan, out: Path) -> tuple[int, list[str]]:
+    settings = ocr_ray.public(plan.settings)
+    record = {"ocr_ray": "1", "settings": settings, "inputs": [], "started": "", "finished": True}
+    ocr_ray.write_out(plan, "run.json", record)
+    return ocr_ray.main([plan.out, "--export", str(out), "-q"]), sorted(path.stem for path in out.rglob("*/pages/*.md"))
+
+
+def test_what_is_exported_of_changing_documents(
+    quick: None, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    (tmp_path / "linked").symlink_to(shelf)
+    a_pdf(shelf / "a.pdf", 6)
+    with Standin(says) as server:
+        run_here(a_plan(tmp_path / "rows", server, pages="1-3"), [shelf, tmp_path / "linked"], monkeypatch)
+        assert len(server.requests) == 3, "a folder and a link to it are one"
+        assert exported(a_plan(tmp_path / "rows"), tmp_path / "e1") == (0, ["0001", "0002", "0003"])
+        # Other pages of it, surveyed and not read: the export says that they are missing.
+        plan = a_plan(tmp_path / "rows", server, run="000002-0000", pages="4-6")
+        surveyed_again(plan, shelf, monkeypatch)
+        assert exported(plan, tmp_path / "e2") == (ocr.EXIT_INCOMPLETE, [])
+        run_here(plan, [shelf], monkeypatch)
+        assert exported(plan, tmp_path / "e3") == (0, ["0004", "0005", "0006"])
+        # Gone by now: what was read of it stands.
+        (tmp_path / "list.txt").write_text(str(shelf / "a.pdf"))
+        (shelf / "a.pdf").unlink()
+        run_here(
+            a_plan(tmp_path / "rows", server, run="000003-0000", pages="4-6"), [tmp_path / "list.txt"], monkeypatch
+        )
+        assert exported(plan, tmp_path / "e4") == (0, ["0004", "0005", "0006"])
+
+
+@pytest.mark.parametrize("folder", ["pages", "documents"])
+@pytest.mark.parametrize("content", ["broken", "foreign"])
+def test_a_strange_file_in_the_output_is_named(
+    folder: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = a_plan(tmp_path / "rows")
+    put_pages(plan, "000001-a", [("a", 1, "ok", ONE, "p")])
+    path = tmp_path / "rows" / folder / "zz.parquet"
+    path.parent.mkdir(exist_ok=True)
+    if content == "broken":
+        path.write_bytes(b"PAR1 no PAR1")
+    else:
+        parquet.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(ocr.OutputError, match=r"zz\.parquet: cannot be read"):
+        ocr_ray.what_is_done(plan, ocr_ray.scan(plan), wanted_by(plan))
+    document = {
+        "document": "a",
+        "root": "",
+        "pages": "1",
+        "asked": "",
+        "sha256": None,
+        "size": 1,
+        "mtime": 1,
+        "notes": [],
+    }
+    ocr_ray.put_rows(plan, "documents/000001-000000.parquet", [document], ocr_ray.document_schema())
+    assert exported(plan, tmp_path / "e")[0] == ocr.EXIT_INCOMPLETE
+    assert "zz.parquet: cannot be read" in capsys.readouterr().err
+
+
+def test_one_strange_address_costs_only_itself(
+    quick: None, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_pdf(tmp_path / "a.pdf", 2)
+    (tmp_path / "m.txt").write_text("a.pdf\nftp://x/y.pdf\nno-such-scheme://x/y.pdf\nhttp://x/y.pdf\n")
+    with Standin(says) as server:
+        board = run_here(a_plan(tmp_path / "rows", server), [tmp_path / "m.txt"], monkeypatch)
+    assert board.why is None and len(rows_in(tmp_path / "rows")) == 2
+    files = sorted((tmp_path / "rows/documents").iterdir())
+    errors = [row["error"] for file in files for row in parquet.read_table(file).to_pylist()]
+    assert sorted(error is None for error in errors) == [False, False, False, True]
+
+
 # ---- inputs and stores
 
 
