@@ -40,6 +40,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import platform
 import queue
 import random
 import re
@@ -3321,7 +3322,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary file to write, renamed to `path` at the end. Its name is this process's own: two runs may write
     into one folder at a time, and neither gets the other's half."""
-    part = path.with_name(f"{path.name}.{os.getpid():x}-{time.time_ns() & 0xFFFFFFFF:08x}.part")
+    part = path.with_name(f"{path.name}.{machine()}-{os.getpid():x}-{time.time_ns() & 0xFFFFFFFF:08x}.part")
     try:
         yield part
         os.replace(part, path)
@@ -3330,14 +3331,39 @@ def written_whole(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-STALE = 24 * 3600.0  # s after which a temporary file is one that a killed run left
+@functools.cache
+def machine() -> str:
+    """Names where this process's number counts: the host and, in a container, its own list of processes."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = str(Path("/proc/self/ns/pid").readlink())
+    return hashlib.sha256(f"{platform.node()} {space}".encode()).hexdigest()[:8]
+
+
+STALE = 24 * 3600.0  # s after which a temporary file is one that a killed run left, wherever that ran
+PART = re.compile(r"\.([0-9a-f]{8})-([0-9a-f]+)-[0-9a-f]{8}\.part")
 
 
 def remove_stale_parts(folder: Path) -> None:
+    """Removes the temporary files of processes that are no more."""
     for part in (path for place in (folder, folder / "pages", folder / "images") for path in place.glob("*.part")):
         with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > STALE:
+            if was_left(part) or time.time() - part.stat().st_mtime > STALE:
                 part.unlink()
+
+
+def was_left(part: Path) -> bool:
+    """Whether the process that began a temporary file is known to have ended."""
+    match = PART.search(part.name)
+    if os.name != "posix" or not match or match[1] != machine():  # on Windows os.kill ends processes
+        return False
+    try:
+        os.kill(int(match[2], 16), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def write_json(path: Path, data: dict[str, Any], indent: int | None = None) -> None:
@@ -5236,19 +5262,16 @@ class Run:
         ahead: asyncio.Queue[asyncio.Task[tuple[Document, list[int]] | None] | None] = asyncio.Queue(self.lookahead)
 
         async def find() -> None:
-            async with contextlib.aclosing(self.found(inputs)) as files:
-                async for found in files:
-                    await ahead.put(asyncio.create_task(self.open(found)))
-
-        async def find_all() -> None:
             try:
-                await find()
+                async with contextlib.aclosing(self.found(inputs)) as files:
+                    async for found in files:
+                        await ahead.put(asyncio.create_task(self.open(found)))
             except Exception:
                 await ahead.put(None)
                 raise
             await ahead.put(None)
 
-        finding = asyncio.create_task(find_all())
+        finding = asyncio.create_task(find())
         try:
             while task := await ahead.get():
                 if document := await task:
@@ -5767,6 +5790,10 @@ def check_context(model: Model, settings: Settings) -> str | None:
 # ----------------------------------------------------------------------------------------------------------- Command
 
 EXIT_OK, EXIT_INCOMPLETE, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = (
+    "exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable server; "
+    "130 interrupted"
+)
 
 START_SERVER = """\
 Start one (NVIDIA GPU, driver 580 or newer):
@@ -5779,8 +5806,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ocr.py",
         description="Reads PDFs and images into markdown and HTML with Chandra OCR 2 on a vLLM server.",
-        epilog="exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable "
-        "server; 130 interrupted",
+        epilog=EXIT_CODES,
     )
     add = parser.add_argument
     add(

@@ -631,11 +631,11 @@ def words128(digests: Iterable[str]) -> Any:
     return np.frombuffer(bytes.fromhex("".join(digests)), dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def scan(plan: Plan, files: Sequence[str] | None = None) -> Scan:
+def scan(plan: Plan) -> Scan:
     """Reads the small columns of the output's pages. Raises OutputError for a file that is no Parquet of these rows."""
     import numpy as np
 
-    names = list(files) if files is not None else files_in(plan, "pages")
+    names = files_in(plan, "pages")
     zero = "0" * 32
 
     def look(name: str) -> tuple[Any, ...]:
@@ -1628,13 +1628,14 @@ def write_pages(plan: Plan, placed: Placed, some: bool, progress: ocr.Progress) 
 
     chosen = pc.field("document").isin(list(placed)) if some else None
     tokens = 0
-    expected = sum(len(document.numbers) for document, _ in placed.values())
+    numbers = {name: frozenset(document.numbers) for name, (document, _) in placed.items()}
+    expected = sum(map(len, numbers.values()))
     for file in files_in(plan, "pages"):
         for row in read_table(plan, file, filters=chosen).to_pylist():
             document, result = placed.get(row["document"], (None, None))
             if document is None or result is None or row["sha256"] != document.sha256:
                 continue  # of another document, or of what this one was before
-            if row["page"] not in document.numbers:
+            if row["page"] not in numbers[row["document"]]:
                 continue  # of another choice of pages
             try:
                 write_page(row, document.folder)
@@ -1656,8 +1657,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ocr_ray.py",
         description="Reads archives with Chandra OCR 2 on a Ray cluster, from and to object storage, as Parquet.",
-        epilog="exit codes: 0 every page has a reply; 1 some page or document has none; 2 bad usage; 3 no usable "
-        "server; 130 interrupted",
+        epilog=ocr.EXIT_CODES,
     )
     add = parser.add_argument
     add(

@@ -646,6 +646,22 @@ def test_workers_killed_during_a_run_lose_no_page(tmp_path: Path) -> None:
     assert code == 0 and "40 pages ok" in said and "Traceback" not in err
 
 
+@linux
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for place, pid, kept in (("", ended.pid, False), ("pages", ended.pid, False), ("pages", os.getpid(), True)):
+        part = tmp_path / place / f"0001.md.{ocr.machine()}-{pid:x}-00000000.part"
+        part.touch()
+        ocr.remove_stale_parts(tmp_path)
+        assert part.exists() == kept
+    elsewhere = tmp_path / f"a.md.{'0' * 8}-{ended.pid:x}-00000000.part"  # another host's process of that number
+    elsewhere.touch()
+    ocr.remove_stale_parts(tmp_path)
+    assert elsewhere.exists()
+
+
 # ---- kill -9
 
 
